@@ -1,0 +1,126 @@
+"""The attention backend ``aspire``: SGLang's face of the mixed attention implementations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.attention_registry import register_attention_backend as registry
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.server_args import add_attention_backend_choices
+
+from aspire_sglang.attention.rows import ForwardRows
+from aspire_sglang.config import load_config
+from aspire_sglang.context.selection import SelectionConfig
+from aspire_sglang.context.sparse import RefreshConfig, SparseContext
+from aspire_sglang.runtime.arguments import is_aspire
+
+NAME = "aspire"
+
+
+class AspireAttentionBackend(AttentionBackend):
+    """Prefill, plain decoding, and the mixed forward over draft and verify rows."""
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__()
+        from aspire_sglang.attention.torch_mixed import TorchMixedAttention
+
+        self._pool = model_runner.token_to_kv_pool
+        speculates = is_aspire(model_runner.server_args)
+        self.context = sparse_context(model_runner) if speculates else None
+        self._attention = TorchMixedAttention(
+            num_heads=model_runner.model_config.num_attention_heads // model_runner.tp_size,
+            req_to_token=model_runner.req_to_token_pool.req_to_token,
+            pool=self._pool,
+            context=self.context,
+        )
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self._attention.plan(rows_of(forward_batch))
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **_):
+        """Attention of one layer over all rows.
+
+        Args:
+            q: ``[T, Hq * D]``. k, v: ``[T, Hkv, D]``, the new tokens'. layer: ``RadixAttention``.
+
+        Returns:
+            ``[T, Hq * D]``.
+        """
+        if save_kv_cache:
+            self._pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = torch.empty_like(query)
+        self._attention.attend(layer, query, out)
+        return out.view(q.shape[0], -1)
+
+    forward_decode = forward_extend
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def support_triton(self) -> bool:
+        return False
+
+
+def rows_of(forward_batch: Any) -> ForwardRows:
+    """The rows of SGLang's forward: prefill chunks, plain decode rows, or a mixed step."""
+    if forward_batch.forward_mode.is_target_verify():
+        plan = forward_batch.spec_info.plan
+        return ForwardRows(
+            slots=plan.slots,
+            q_lens=plan.q_lens,
+            context_lens=[
+                s + k + 1 for s, k in zip(plan.seq_lens, plan.pending, strict=True)
+            ],
+            draft=[not verify for verify in plan.verify],
+            decoding=True,
+        )
+    slots = forward_batch.req_pool_indices.tolist()
+    context_lens = forward_batch.seq_lens.tolist()
+    if forward_batch.forward_mode.is_decode_or_idle():
+        q_lens = [1] * len(slots)
+    else:
+        q_lens = [int(n) for n in forward_batch.extend_seq_lens_cpu]
+    return ForwardRows(slots, q_lens, context_lens, [False] * len(slots))
+
+
+def sparse_context(model_runner: Any) -> SparseContext:
+    """The sparse context of this model, from the configuration.
+
+    Raises:
+        ValueError: if the configured refresh layer does not exist.
+    """
+    config = load_config().context
+    num_layers = model_runner.model_config.num_hidden_layers
+    layer = config.refresh_layer
+    return SparseContext(
+        SelectionConfig(
+            page_size=config.page_size,
+            min_pages=config.min_pages,
+            ratio=config.ratio,
+            sink_pages=config.sink_pages,
+            last_pages=config.last_pages,
+            reduction=config.reduction,
+        ),
+        RefreshConfig(
+            source=config.selection,
+            # A middle layer: late layers choose worse pages for the layers below the next step.
+            layer=(num_layers - 1) // 2 if layer is None else layer,
+            same_step=config.refresh_applies == "same_step",
+        ),
+        num_layers=num_layers,
+        num_slots=model_runner.req_to_token_pool.req_to_token.shape[0],
+        context_len=model_runner.model_config.context_len,
+        device=model_runner.device,
+    )
+
+
+def register_attention_backend() -> None:
+    """Make ``--attention-backend aspire`` known to this process."""
+    add_attention_backend_choices([NAME])
+
+    @registry(NAME)
+    def create(model_runner: Any) -> AttentionBackend:
+        return AspireAttentionBackend(model_runner)

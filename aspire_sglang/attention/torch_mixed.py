@@ -1,0 +1,163 @@
+"""Mixed attention in PyTorch, for the CPU platform: full rows and draft rows of one forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aspire_sglang.attention.cpu_kernels import (
+    FullPlan,
+    Geometry,
+    SinglePlan,
+    Vote,
+    full_attention,
+    full_attention_with_scores,
+    plan_full,
+    plan_sparse,
+    sparse_attention,
+)
+from aspire_sglang.attention.rows import ForwardRows
+from aspire_sglang.context.sparse import SparseContext
+
+
+class TorchMixedAttention:
+    """Plans once per forward, then attends layer by layer.
+
+    Full rows read their whole context at every layer. Draft rows read their sparse context, except
+    at the refresh layer, where they read everything and choose a new one.
+
+    Args:
+        num_heads: query heads.
+        req_to_token: ``[num_slots, width]`` KV slot of each position of each request.
+        pool: KV pool with ``head_major(layer_id)``.
+        context: sparse contexts, or None where no row ever drafts.
+    """
+
+    def __init__(
+        self, *, num_heads: int, req_to_token: Tensor, pool: Any, context: SparseContext | None
+    ) -> None:
+        self._table = req_to_token
+        self._pool = pool
+        self._context = context
+        keys, _ = pool.head_major(pool.start_layer)
+        self._geometry = Geometry(num_heads, keys.shape[0], keys.shape[1])
+        self._dtype = keys.dtype
+
+    def plan(self, rows: ForwardRows) -> None:
+        """Prepare one forward: which slots each row reads."""
+        self._rows = rows
+        self._full_rows = rows.full_rows
+        self._draft_rows = rows.draft_rows
+        starts = rows.starts
+        self._full_tokens = _tokens(starts, rows.q_lens, self._full_rows)
+        self._draft_tokens = _tokens(starts, rows.q_lens, self._draft_rows)
+        self._full_plan = self._plan_full(self._full_rows) if self._full_rows else None
+        # The refresh layer reads the whole context of draft rows too; planned on first use.
+        self._refresh_plan: FullPlan | None = None
+        self._sparse_plan = self._plan_sparse() if self._draft_rows else None
+
+    def attend(self, layer: Any, q: Tensor, out: Tensor) -> None:
+        """Attention of one layer; the KV of the new tokens is already in the pool.
+
+        Args:
+            layer: SGLang's ``RadixAttention``.
+            q: ``[T, Hq, D]``.
+            out: ``[T, Hq, D]``, written.
+        """
+        k, v = self._pool.head_major(layer.layer_id)
+        if self._full_plan is not None:
+            self._attend_full(layer, q, k, v, out)
+        if self._sparse_plan is not None:
+            context = self._context
+            if context is not None and context.draft_rows_vote(layer.layer_id):
+                self._attend_refresh(layer, q, k, v, out)
+            else:
+                queries = q[self._draft_tokens]
+                part = sparse_attention(
+                    queries, k, v, self._sparse_plan, layer.scaling, layer.logit_cap
+                )
+                out[self._draft_tokens] = part
+
+    def _attend_full(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        plan = self._full_plan
+        assert plan is not None
+        whole = not self._draft_rows
+        queries = q if whole else q[self._full_tokens]
+        context = self._context
+        if context is not None and context.full_rows_vote(layer.layer_id):
+            # The first query of a verify speaks for the bonus token, the last for the newest
+            # draft; of a prefill only the last is worth asking.
+            voters = (0, -1) if self._rows.decoding else (-1,)
+            votes = [Vote(i, voters) for i in range(len(self._full_rows))]
+            part, scores = full_attention_with_scores(
+                queries,
+                k,
+                v,
+                plan,
+                layer.scaling,
+                votes,
+                logit_cap=layer.logit_cap,
+                reduction=context.selection.reduction,
+            )
+            self._vote(self._full_rows, scores)
+        else:
+            part = full_attention(queries, k, v, plan, layer.scaling, logit_cap=layer.logit_cap)
+        if whole:
+            out.copy_(part)
+        else:
+            out[self._full_tokens] = part
+
+    def _attend_refresh(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        context = self._context
+        assert context is not None
+        if self._refresh_plan is None:
+            self._refresh_plan = self._plan_full(self._draft_rows)
+        part, scores = full_attention_with_scores(
+            q[self._draft_tokens],
+            k,
+            v,
+            self._refresh_plan,
+            layer.scaling,
+            [Vote(i) for i in range(len(self._draft_rows))],
+            logit_cap=layer.logit_cap,
+            reduction=context.selection.reduction,
+        )
+        out[self._draft_tokens] = part
+        self._vote(self._draft_rows, scores)
+        if context.refresh.same_step:
+            self._sparse_plan = self._plan_sparse()
+
+    def _vote(self, rows: list[int], scores: list[Tensor]) -> None:
+        assert self._context is not None
+        self._context.vote(
+            torch.tensor([self._rows.slots[row] for row in rows]),
+            torch.nn.utils.rnn.pad_sequence(scores, batch_first=True),
+            torch.tensor([self._rows.context_lens[row] for row in rows]),
+        )
+
+    def _plan_full(self, rows: list[int]) -> FullPlan:
+        slots = [
+            self._table[self._rows.slots[row], : self._rows.context_lens[row]].long()
+            for row in rows
+        ]
+        page_size = self._context.selection.page_size if self._context is not None else 16
+        q_lens = [self._rows.q_lens[row] for row in rows]
+        return plan_full(slots, q_lens, self._geometry, self._dtype, page_size)
+
+    def _plan_sparse(self) -> SinglePlan:
+        assert self._context is not None
+        slots = torch.tensor([self._rows.slots[row] for row in self._draft_rows])
+        queries = torch.tensor([self._rows.context_lens[row] - 1 for row in self._draft_rows])
+        positions, lens = self._context.lists.draft_positions(slots, queries)
+        table = self._table[slots[:, None], positions].long()
+        return plan_sparse(table, lens, self._geometry, self._dtype)
+
+
+def _tokens(starts: list[int], q_lens: list[int], rows: list[int]) -> Tensor:
+    """Flat query tokens of the given rows, ``[t]`` int64."""
+    return torch.tensor(
+        [token for row in rows for token in range(starts[row], starts[row] + q_lens[row])],
+        dtype=torch.int64,
+    )

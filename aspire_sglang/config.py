@@ -1,0 +1,183 @@
+"""The one typed configuration schema of ASPIRE, and how a YAML file becomes it.
+
+Every field has a default, so an empty file is valid. Unknown keys and values out of range are
+refused with one sentence that names the key and the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+ENV_CONFIG = "ASPIRE_CONFIG"
+"""Environment variable that carries ``--aspire-config`` into SGLang's worker processes."""
+
+Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message is one sentence for the user."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ContextConfig(_Section):
+    """The sparse context of draft rows (pages a draft row may read)."""
+
+    selection: Literal["refresh", "last_verify", "window"] = Field(
+        "refresh",
+        description="where the page list comes from: the refresh layer at every draft step, the "
+        "refresh layer at verify steps only, or sink plus recent pages",
+    )
+    page_size: Positive = Field(16, description="tokens per page of the sparse context")
+    min_pages: Positive = Field(32, description="least pages a draft row reads")
+    ratio: Fraction = Field(0.07, description="share of the context's pages a draft row reads")
+    sink_pages: Annotated[int, Field(ge=0)] = Field(1, description="first pages, always read")
+    last_pages: Positive = Field(8, description="last pages, always read")
+    reduction: Literal["max", "mean", "sum"] = Field(
+        "max", description="how query heads vote on a token"
+    )
+    refresh_layer: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="layer whose attention chooses the pages; default the middle layer"
+    )
+    refresh_applies: Literal["same_step", "next_step"] = Field(
+        "same_step", description="layers above the refresh layer use its new list at once, or not"
+    )
+
+    @model_validator(mode="after")
+    def _budget_holds_forced_pages(self) -> ContextConfig:
+        if self.min_pages < self.sink_pages + self.last_pages:
+            raise ValueError(
+                f"min_pages ({self.min_pages}) must hold sink_pages + last_pages "
+                f"({self.sink_pages} + {self.last_pages})"
+            )
+        return self
+
+
+class AcceptanceConfig(_Section):
+    """The per-request estimate of the draft acceptance rate."""
+
+    kind: Literal["ema", "beta"] = "ema"
+    prior: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.9, description="rate assumed before the first verify"
+    )
+
+
+class SchedulerConfig(_Section):
+    """When a request stops drafting and verifies."""
+
+    policy: Literal["aspire", "ar", "fixed", "staggered"] = Field(
+        "aspire",
+        description="aspire: per-request length from acceptance and cost; fixed: one length, all "
+        "requests in step; staggered: one length, phases spread; ar: never draft",
+    )
+    gamma: Positive | None = Field(
+        None, description="draft length of the policies fixed and staggered; default gamma_max"
+    )
+    first_draft: Positive = Field(3, description="drafts before a request's first verify")
+    probe_interval: Positive = Field(
+        32, description="a request that does not draft tries a short draft every this many steps"
+    )
+    acceptance: AcceptanceConfig = AcceptanceConfig()
+
+
+class AspireConfig(_Section):
+    """All settings of ASPIRE; see ``configs/`` for measured files."""
+
+    gamma_max: Annotated[int, Field(ge=1, le=64)] = Field(
+        16, description="most drafts before a verify; --speculative-num-steps overrides it"
+    )
+    context: ContextConfig = ContextConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    cost_profile: bool = Field(
+        True, description="fit the step-cost model at start-up by a short profile"
+    )
+    requests_kept: Positive = Field(
+        256, description="finished requests whose statistics stay readable in /server_info"
+    )
+
+
+def _valid_names(location: tuple[int | str, ...]) -> list[str]:
+    model: Any = AspireConfig
+    for part in location:
+        annotation = model.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return sorted(model.model_fields)
+
+
+def _sentence(error: Any) -> str:
+    location = tuple(error["loc"])
+    dotted = ".".join(map(str, location)) or "the file"
+    if error["type"] == "extra_forbidden":
+        names = _valid_names(location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.0)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        return f"unknown option '{dotted}'{hint} (valid: {', '.join(names)})"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"option '{dotted}': {message} (got {error['input']!r})"
+
+
+def parse_config(data: Any, origin: str) -> AspireConfig:
+    """Validate a mapping as :class:`AspireConfig`.
+
+    Raises:
+        ConfigError: naming ``origin`` and the first fault, with the nearest valid name.
+    """
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{origin}: expected a mapping of options, found {type(data).__name__}.")
+    try:
+        return AspireConfig.model_validate(data)
+    except ValidationError as fault:
+        raise ConfigError(f"{origin}: {_sentence(fault.errors()[0])}.") from None
+
+
+def load_config(source: str | None = None) -> AspireConfig:
+    """Read the configuration from ``source`` (a YAML file, or an inline mapping starting with
+    ``{``), by default from the environment variable ``ASPIRE_CONFIG``; defaults if neither is set.
+
+    Raises:
+        ConfigError: unreadable file, invalid YAML, unknown key or invalid value.
+    """
+    source = source if source is not None else os.environ.get(ENV_CONFIG, "")
+    if not source.strip():
+        return AspireConfig()
+    inline = source.lstrip().startswith("{")
+    origin = "--aspire-config" if inline else f"--aspire-config {source}"
+    try:
+        text = source if inline else Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        reason = getattr(fault, "strerror", None) or str(fault)
+        raise ConfigError(f"{origin}: cannot be read ({reason}).") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as fault:
+        raise ConfigError(f"{origin}: not valid YAML ({' '.join(str(fault).split())}).") from None
+    return parse_config(data, origin)
+
+
+def describe(config: AspireConfig) -> str:
+    """The resolved values on one line, as printed at start-up."""
+
+    def flat(prefix: str, section: BaseModel) -> list[str]:
+        parts: list[str] = []
+        for name in type(section).model_fields:
+            value = getattr(section, name)
+            if isinstance(value, BaseModel):
+                parts += flat(f"{prefix}{name}.", value)
+            else:
+                parts.append(f"{prefix}{name}={value}")
+        return parts
+
+    return ", ".join(flat("", config))

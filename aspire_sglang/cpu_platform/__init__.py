@@ -1,0 +1,27 @@
+"""CPU platform of SGLang in pure PyTorch: entry point of the group ``sglang.srt.platforms``.
+
+Active only where no accelerator exists, so that installing the package never changes a GPU host.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def activate() -> str | None:
+    """Return the platform class for SGLang to load, or ``None`` where an accelerator exists or
+    SGLang's own CPU engine was asked for (``SGLANG_USE_CPU_ENGINE=1``)."""
+    import torch
+
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        return None
+    if torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available():
+        return None
+    return "aspire_sglang.cpu_platform.platform.TorchCpuPlatform"
+
+
+def is_active() -> bool:
+    """Whether SGLang runs on this platform in the current process."""
+    from sglang.srt.platforms import current_platform
+
+    return current_platform.device_name == "aspire-cpu"

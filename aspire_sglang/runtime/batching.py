@@ -1,0 +1,105 @@
+"""From "who verifies" to the tensors of one ragged forward over draft and verify rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from aspire_sglang.speculation.cost_model import StepShape
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One mixed forward: row ``i`` has ``q_lens[i]`` query tokens.
+
+    A draft row has one query token at position ``seq_lens[i] + pending[i]`` and reads its sparse
+    context. A verify row has ``pending[i] + 1`` query tokens from position ``seq_lens[i]`` and
+    reads everything; with no pending drafts it is a plain decode row.
+    """
+
+    slots: list[int]
+    seq_lens: list[int]
+    pending: list[int]
+    verify: list[bool]
+    q_lens: list[int]
+    input_ids: torch.Tensor
+    """``[T]`` int64."""
+    positions: torch.Tensor
+    """``[T]`` int64."""
+    out_cache_loc: torch.Tensor
+    """``[T]`` int64, KV slots written by this forward."""
+    qo_indptr: list[int]
+    """``[bs + 1]`` first query token of each row."""
+
+    @property
+    def verify_rows(self) -> list[int]:
+        return [i for i, verify in enumerate(self.verify) if verify]
+
+    @property
+    def draft_rows(self) -> list[int]:
+        return [i for i, verify in enumerate(self.verify) if not verify]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether draft and verify rows share this step."""
+        return any(self.verify) and not all(self.verify)
+
+    def shape(self, draft_kv: Sequence[int]) -> StepShape:
+        """What the step costs, for the cost model; ``draft_kv[i]``: tokens draft row i reads."""
+        shape = StepShape(0, 0, 0)
+        for i, q_len in enumerate(self.q_lens):
+            full = self.seq_lens[i] + q_len
+            shape = shape.row(q_len, full if self.verify[i] else draft_kv[i])
+        return shape
+
+
+def build_plan(
+    *,
+    slots: list[int],
+    seq_lens: list[int],
+    pending: list[int],
+    verify: list[bool],
+    bonus: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    req_to_token: torch.Tensor,
+) -> StepPlan:
+    """Lay out one step.
+
+    Args:
+        slots: request-pool row of each request.
+        seq_lens: tokens with final KV per request (``S``).
+        pending: drafts per request (``k``).
+        verify: mode per request.
+        bonus: ``[bs]`` last committed token of each request, its KV not yet written.
+        draft_tokens: ``[num_slots, gamma_max]`` pending drafts.
+        req_to_token: ``[num_slots, width]`` KV slot of each position.
+    """
+    q_lens = [k + 1 if v else 1 for k, v in zip(pending, verify, strict=True)]
+    qo_indptr = [0]
+    row: list[int] = []
+    step: list[int] = []
+    for i, q_len in enumerate(q_lens):
+        first = pending[i] + 1 - q_len
+        row += [i] * q_len
+        step += range(first, first + q_len)
+        qo_indptr.append(qo_indptr[-1] + q_len)
+    device = req_to_token.device
+    row_t = torch.tensor(row, dtype=torch.int64, device=device)
+    step_t = torch.tensor(step, dtype=torch.int64, device=device)
+    slot_t = torch.tensor(slots, dtype=torch.int64, device=device)
+    # Column 0 of a chain is the bonus token, column j its j-th draft.
+    chains = torch.cat([bonus[:, None].to(draft_tokens.dtype), draft_tokens[slot_t]], dim=1)
+    positions = torch.tensor(seq_lens, dtype=torch.int64, device=device)[row_t] + step_t
+    return StepPlan(
+        slots=slots,
+        seq_lens=seq_lens,
+        pending=pending,
+        verify=verify,
+        q_lens=q_lens,
+        input_ids=chains[row_t, step_t],
+        positions=positions,
+        out_cache_loc=req_to_token[slot_t[row_t], positions].long(),
+        qo_indptr=qo_indptr,
+    )

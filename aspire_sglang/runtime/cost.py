@@ -1,0 +1,51 @@
+"""The step-cost model of the running server: fitted at start-up, corrected by every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aspire_sglang.speculation.cost_correction import OnlineCostModel
+from aspire_sglang.speculation.cost_model import CostModel, StepShape
+
+# Where no profile was taken: a step whose time is mostly KV reads. Only ratios matter to the
+# scheduler, and measured steps replace these figures soon.
+_UNMEASURED = CostModel(fixed=1e-2, per_token=1e-4, per_kv=1e-6)
+
+
+class RunningCost:
+    """Predicts the time of a step and learns from the measured ones."""
+
+    def __init__(self, samples: Sequence[tuple[StepShape, float]] = ()) -> None:
+        base = CostModel.fit(samples) if samples else _UNMEASURED
+        self._quality = base.quality
+        self._online = OnlineCostModel(base)
+        self._steps = 0
+        self._error_sum = 0.0
+
+    @property
+    def model(self) -> CostModel:
+        return self._online.model
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """Correct the model by a measured step."""
+        self._steps += 1
+        self._error_sum += abs(self.model.predict(shape) / seconds - 1.0)
+        self._online.correct(shape, seconds)
+
+    def report(self) -> dict[str, float]:
+        """Coefficients in microseconds per unit, and how well they predict."""
+        names = ("fixed_us", "per_token_us", "per_kv_us", "per_pair_us")
+        report = {
+            name: value * 1e6 for name, value in zip(names, self.model.coefficients, strict=True)
+        }
+        if self._quality is not None:
+            report["profile_median_error"] = self._quality.median
+            report["profile_worst_error"] = self._quality.worst
+        if self._steps:
+            report["mean_relative_error"] = self._error_sum / self._steps
+        return report
+
+    def describe(self) -> str:
+        """One line for the start-up log."""
+        source = "profiled here" if self._quality is not None else "not profiled"
+        return f"{source}: " + ", ".join(f"{k}={v:.4g}" for k, v in self.report().items())

@@ -1,0 +1,85 @@
+"""What the worker remembers about each request between steps: its pending drafts.
+
+State is keyed by the request's slot in SGLang's request pool and by the slot's generation, so a
+slot that changes hands starts afresh whatever happened to its last owner (finish, abort,
+retraction, flush).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from aspire_sglang.speculation.acceptance import AcceptanceEstimator
+
+
+@dataclass(slots=True)
+class SlotState:
+    """Host side of one request's speculation.
+
+    ``pending``: drafts proposed since the last verify (``k``). ``verifies``: verify steps so far.
+    ``age``: steps since the last verify. ``probs``: for a sampled request, per pending draft, its
+    stored distribution ``[V]`` and the probability of the drawn token.
+    """
+
+    generation: int
+    acceptance: AcceptanceEstimator
+    pending: int = 0
+    verifies: int = 0
+    age: int = 0
+    probs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+
+class DraftState:
+    """Pending drafts of all request slots.
+
+    Attributes:
+        tokens: ``[num_slots, gamma_max]`` int64, draft tokens; column ``j`` is draft ``j + 1``.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        gamma_max: int,
+        device: torch.device | str,
+        make_acceptance: Callable[[], AcceptanceEstimator],
+    ) -> None:
+        self.tokens = torch.zeros((num_slots, gamma_max), dtype=torch.int64, device=device)
+        self._make_acceptance = make_acceptance
+        self._slots: dict[int, SlotState] = {}
+
+    def get(self, slot: int, generation: int) -> SlotState:
+        """State of the slot's present owner; fresh if the slot changed hands."""
+        state = self._slots.get(slot)
+        if state is None or state.generation != generation:
+            state = self.reset(slot, generation)
+        return state
+
+    def reset(self, slot: int, generation: int) -> SlotState:
+        """Forget the slot's drafts: its KV was just rewritten by a prefill."""
+        state = SlotState(generation, self._make_acceptance())
+        self._slots[slot] = state
+        return state
+
+    def clear(self) -> None:
+        """Forget everything: the KV pool was flushed."""
+        self._slots.clear()
+
+    def add_draft(self, slot: int, state: SlotState, token: int) -> None:
+        """Append one draft token to the slot's pending run."""
+        self.tokens[slot, state.pending] = token
+        state.pending += 1
+        state.age += 1
+
+    def settle(self, state: SlotState, accepted: int) -> None:
+        """Book a verify of all pending drafts, ``accepted`` of them accepted."""
+        if state.pending:
+            state.acceptance.observe(state.pending, accepted)
+        else:
+            state.acceptance.decay()
+        state.pending = 0
+        state.verifies += 1
+        state.age = 0
+        state.probs.clear()

@@ -1,0 +1,151 @@
+"""Every place where ASPIRE changes SGLang's behaviour, in one table, each with its reason.
+
+SGLang only logs a hook that could not be applied, so :func:`verify_hooks` checks at worker start
+that each target was really patched.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from aspire_sglang import cpu_platform
+from aspire_sglang.cpu_platform import substitutes
+from aspire_sglang.runtime import arguments, introspection, requests, results
+
+_SRT = "sglang.srt."
+_WRAPPER_FILE = inspect.getsourcefile(HookRegistry)
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One change to SGLang: what is hooked, how, by what, and why."""
+
+    target: str
+    kind: HookType
+    function: Callable[..., Any]
+    reason: str
+    cpu_only: bool = False
+
+
+HOOKS = (
+    Hook(
+        "server_args.ServerArgs.add_cli_args",
+        HookType.AROUND,
+        arguments.add_cli_args,
+        "adds --aspire-config; SGLang has no mechanism for a plugin's own flags",
+    ),
+    Hook(
+        "mem_cache.kv_cache_builder.get_draft_kv_pool",
+        HookType.AROUND,
+        arguments.draft_kv_pool,
+        "SGLang dereferences the draft model here at start-up; self-speculation has none",
+    ),
+    Hook(
+        "mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+        HookType.AROUND,
+        arguments.req_to_token_headroom,
+        "a row must hold the decode reserve of 2*(gamma_max+1) slots at the context limit; "
+        "SGLang widens it only for page_size > 1, and the writer would spill into the next row",
+    ),
+    Hook(
+        "managers.scheduler_components.batch_result_processor"
+        ".SchedulerBatchResultProcessor.process_batch_result_decode",
+        HookType.AROUND,
+        results.process_verified_rows,
+        "rows that only drafted have no result yet: they must not be counted, streamed or "
+        "checked for stop conditions",
+    ),
+    Hook(
+        "managers.scheduler_components.metrics_reporter"
+        ".SchedulerMetricsReporter.report_decode_stats",
+        HookType.AROUND,
+        results.report_whole_batch,
+        "the log line and the running-requests gauge speak of the whole batch, not of the rows "
+        "that verified",
+    ),
+    Hook(
+        "managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        HookType.AROUND,
+        requests.validate_request,
+        "a parameter that cannot be honoured is refused with a 400 that names it",
+    ),
+    Hook(
+        "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+        HookType.AROUND,
+        introspection.describe_request,
+        "adds meta_info['aspire'] and counts the drafts really proposed, not gamma_max per verify",
+    ),
+    Hook(
+        "managers.scheduler.Scheduler.get_internal_state",
+        HookType.AROUND,
+        introspection.describe_server,
+        "adds the block 'aspire' to /server_info",
+    ),
+    Hook(
+        "utils.common.support_triton",
+        HookType.REPLACE,
+        substitutes.support_triton,
+        "the name of the attention backend decides whether Triton kernels run; here none can",
+        cpu_only=True,
+    ),
+    Hook(
+        "mem_cache.allocation.assign_req_to_token_pool_func",
+        HookType.REPLACE,
+        substitutes.assign_req_to_token_pool,
+        "a Triton kernel without a CPU version outside SGLang's own CPU engine",
+        cpu_only=True,
+    ),
+)
+
+
+def _active() -> list[Hook]:
+    on_cpu = cpu_platform.is_active()
+    return [hook for hook in HOOKS if on_cpu or not hook.cpu_only]
+
+
+def register_hooks() -> None:
+    """Hand the hooks to SGLang, which applies them after all plugins have loaded."""
+    for hook in _active():
+        HookRegistry.register(_SRT + hook.target, hook.function, hook.kind)
+
+
+def _resolve(target: str) -> Any:
+    parts = (_SRT + target).split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:split]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[split:]:
+            found = getattr(found, name)
+        return found
+    raise AttributeError(target)
+
+
+def verify_hooks() -> None:
+    """Check that SGLang applied every hook.
+
+    Raises:
+        RuntimeError: naming the targets that are missing or unpatched.
+    """
+    missing = []
+    for hook in _active():
+        try:
+            found = _resolve(hook.target)
+        except AttributeError:
+            missing.append(f"{hook.target} (not found)")
+            continue
+        if found.__code__.co_filename != _WRAPPER_FILE:
+            missing.append(f"{hook.target} (not patched)")
+    if missing:
+        raise RuntimeError(
+            "aspire-sglang could not hook SGLang at: "
+            + "; ".join(missing)
+            + ". The installed SGLang differs from the supported release; reinstall it."
+        )

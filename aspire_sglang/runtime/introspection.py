@@ -1,0 +1,50 @@
+"""What users can read about speculation: ``meta_info`` of a response and ``/server_info``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from aspire_sglang.runtime.arguments import is_aspire
+
+
+def draft_summary(draft_lengths: list[int]) -> dict[str, Any]:
+    """Per-request summary from the histogram of drafts per verify (index = drafts)."""
+    return {
+        "draft_steps": sum(length * count for length, count in enumerate(draft_lengths)),
+        "verify_steps": sum(draft_lengths),
+        "draft_lengths": {str(n): count for n, count in enumerate(draft_lengths) if count},
+    }
+
+
+def describe_request(
+    original: Callable[..., None],
+    manager: Any,
+    meta_info: dict[str, Any],
+    recv_obj: Any,
+    i: int,
+) -> None:
+    """AROUND ``TokenizerManager._calculate_spec_decoding_metrics``.
+
+    SGLang assumes ``gamma_max`` proposed drafts per verify; here the verified lengths are known
+    (SGLang carries them as "cap lens"), so rate and counts use them.
+    """
+    original(manager, meta_info, recv_obj, i)
+    if not is_aspire(manager.server_args):
+        return
+    histograms = getattr(recv_obj, "spec_cap_lens_histogram", None)
+    summary = draft_summary(histograms[i] if histograms else [])
+    meta_info["aspire"] = summary
+    if summary["verify_steps"]:
+        proposed = summary["draft_steps"]
+        correct = meta_info["spec_num_correct_drafts"]
+        meta_info["spec_num_proposed_drafts"] = meta_info["spec_proposed_drafts"] = proposed
+        meta_info["spec_accept_rate"] = correct / proposed if proposed else 0.0
+
+
+def describe_server(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """AROUND ``Scheduler.get_internal_state``: add the block ``aspire``."""
+    output = original(scheduler, recv_req)
+    if is_aspire(scheduler.server_args):
+        output.internal_state["aspire"] = scheduler.draft_worker.telemetry.snapshot()
+    return output

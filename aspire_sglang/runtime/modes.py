@@ -1,0 +1,69 @@
+"""The online scheduler's hook into batch forming: who drafts and who verifies this step."""
+
+from __future__ import annotations
+
+from aspire_sglang.config import SchedulerConfig
+from aspire_sglang.context.sparse import SparseContext
+from aspire_sglang.runtime.cost import RunningCost
+from aspire_sglang.runtime.draft_state import SlotState
+from aspire_sglang.speculation.policies import Policy, RowState, make_policy
+
+
+def policy_of(config: SchedulerConfig, gamma_max: int) -> Policy:
+    """The policy named in the configuration, with its options."""
+    match config.policy:
+        case "aspire":
+            return make_policy(
+                "aspire",
+                gamma_max=gamma_max,
+                first_draft=config.first_draft,
+                probe_interval=config.probe_interval,
+            )
+        case "fixed" | "staggered" as name:
+            return make_policy(name, gamma=min(config.gamma or gamma_max, gamma_max))
+        case name:
+            return make_policy(name)
+
+
+class ModeScheduler:
+    """Asks the policy, with what the runtime knows about every running request."""
+
+    def __init__(
+        self, config: SchedulerConfig, gamma_max: int, context: SparseContext, cost: RunningCost
+    ) -> None:
+        self._policy = policy_of(config, gamma_max)
+        self._context = context
+        self._cost = cost
+
+    def decide(
+        self, slots: list[int], seq_lens: list[int], states: list[SlotState], caps: list[int]
+    ) -> tuple[list[bool], list[int]]:
+        """Modes of one step.
+
+        Args:
+            slots: request-pool row per request.
+            seq_lens: committed tokens per request (S).
+            states: speculation state per request.
+            caps: most drafts each request may hold now.
+
+        Returns:
+            (verify or draft per request, KV tokens that a draft row of it reads).
+        """
+        draft_kv = [
+            self._context.draft_kv(s + state.pending)
+            for s, state in zip(seq_lens, states, strict=True)
+        ]
+        rows = [
+            RowState(
+                committed=s,
+                pending=state.pending,
+                draft_kv=kv,
+                rate=state.acceptance.rate,
+                max_draft=cap,
+                verifies=state.verifies,
+                age=state.age,
+                slot=slot,
+            )
+            for slot, s, state, cap, kv in zip(slots, seq_lens, states, caps, draft_kv, strict=True)
+        ]
+        return self._policy.decide(rows, self._cost.model), draft_kv

@@ -1,0 +1,88 @@
+"""Which request parameters speculation honours; the others are refused by name.
+
+Prefill samples the first token with SGLang's own sampler, so a request that generates at most one
+token may use everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from aspire_sglang.runtime.arguments import is_aspire
+
+# Sampling parameters that change the target distribution in a way the verify step does not
+# reproduce for every position of a run, with the value that means "not used".
+_UNSUPPORTED_SAMPLING = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    "logit_bias": None,
+}
+
+_UNSUPPORTED_FIELDS = (
+    "return_logprob",
+    "return_hidden_states",
+    "return_sampling_mask",
+    "return_entropy",
+    "custom_logit_processor",
+    "lora_path",
+    "session_params",
+    "input_embeds",
+    "positional_embed_overrides",
+)
+
+
+class UnsupportedParameter(ValueError):
+    """A request asks for something speculation cannot honour; answered with status 400."""
+
+
+def unsupported_parameters(request: Any) -> list[str]:
+    """Names of the parameters of one generate request that ASPIRE cannot honour.
+
+    Args:
+        request: SGLang's ``GenerateReqInput`` for a single prompt.
+    """
+    sampling = request.sampling_params or {}
+    max_new_tokens = sampling.get("max_new_tokens")
+    if max_new_tokens is not None and max_new_tokens <= 1:
+        return []
+    found = [
+        name
+        for name, neutral in _UNSUPPORTED_SAMPLING.items()
+        if sampling.get(name) not in (None, neutral, "", {})
+    ]
+    # A greedy text does not depend on the seed, so only sampled requests would be betrayed.
+    if sampling.get("sampling_seed") is not None and sampling.get("temperature", 1.0) != 0:
+        found.append("sampling_seed")
+    found += [name for name in _UNSUPPORTED_FIELDS if _is_set(getattr(request, name, None))]
+    return found
+
+
+def _is_set(value: Any) -> bool:
+    # Tensors and arrays have no truth value, hence the identity tests.
+    return value is not None and value is not False and value != [] and value != ""
+
+
+def validate_request(
+    original: Callable[..., None], manager: Any, request: Any, input_ids: list[int]
+) -> None:
+    """AROUND ``TokenizerManager._validate_one_request``.
+
+    Raises:
+        UnsupportedParameter: naming every parameter that ASPIRE cannot honour.
+    """
+    original(manager, request, input_ids)
+    if not is_aspire(manager.server_args):
+        return
+    found = unsupported_parameters(request)
+    if found:
+        raise UnsupportedParameter(
+            f"not supported together with --speculative-algorithm {'ASPIRE'}: {', '.join(found)}. "
+            "Remove the parameter, or send the request to a server without speculation."
+        )

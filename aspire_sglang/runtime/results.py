@@ -1,0 +1,49 @@
+"""How the outcome of a mixed step is handed to SGLang's result processing.
+
+A row that only drafted has produced nothing yet. SGLang expects every row of a decode step to
+produce at least one token, so it is shown only the rows that verified.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+VERIFIED_ROWS = "aspire_verified_rows"
+"""Attribute of a ``GenerationBatchResult``: batch indices of the verified rows, in the order of
+the rows of its per-request tensors."""
+
+_WHOLE_BATCH = "aspire_whole_batch"
+
+
+def process_verified_rows(
+    original: Callable[..., None], processor: Any, batch: Any, result: Any
+) -> None:
+    """AROUND ``process_batch_result_decode``: process only the rows that verified."""
+    rows = getattr(result, VERIFIED_ROWS, None)
+    if rows is None:
+        return original(processor, batch, result)
+    if not rows:
+        return None
+    verified = copy.copy(batch)
+    verified.reqs = [batch.reqs[row] for row in rows]
+    setattr(verified, _WHOLE_BATCH, batch)
+    return original(processor, verified, result)
+
+
+def report_whole_batch(
+    original: Callable[..., None],
+    reporter: Any,
+    can_run_cuda_graph: bool,
+    running_batch: Any = None,
+    num_correct_drafts: int = 0,
+) -> None:
+    """AROUND ``report_decode_stats``: show the batch that ran, not its verified rows."""
+    whole = getattr(running_batch, _WHOLE_BATCH, running_batch)
+    original(
+        reporter,
+        can_run_cuda_graph,
+        running_batch=whole,
+        num_correct_drafts=num_correct_drafts,
+    )

@@ -1,0 +1,82 @@
+"""Counters of what speculation did, readable in ``/server_info`` under ``aspire``."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Speculation of one request; ``lengths``: drafts of each verify in order."""
+
+    lengths: list[int] = field(default_factory=list)
+    accepted: int = 0
+
+    def summary(self) -> dict[str, Any]:
+        verifies = len(self.lengths)
+        drafts = sum(self.lengths)
+        return {
+            "draft_steps": drafts,
+            "verify_steps": verifies,
+            "draft_lengths": {str(n): c for n, c in sorted(Counter(self.lengths).items())},
+            "draft_length_sequence": self.lengths,
+            "accepted_drafts": self.accepted,
+            # The bonus of each verify counts, the token of the prefill does not.
+            "accept_length": (self.accepted + verifies) / verifies if verifies else 0.0,
+        }
+
+
+class Telemetry:
+    """Totals since the server started, and the statistics of the last ``requests_kept`` requests.
+
+    A *mixed* step holds at least one draft and one verify row.
+    """
+
+    def __init__(self, requests_kept: int, settings: dict[str, Any]) -> None:
+        self._kept = requests_kept
+        self._settings = settings
+        self._requests: OrderedDict[str, RequestStats] = OrderedDict()
+        self.totals: Counter[str] = Counter()
+        self.draft_lengths: Counter[int] = Counter()
+        self.cost: Callable[[], dict[str, float]] = dict
+
+    def step(self, *, drafts: int, verifies: int, tokens: int, seconds: float) -> None:
+        """Book one decode step with ``drafts`` draft rows and ``verifies`` verify rows."""
+        self.totals["decode_steps"] += 1
+        self.totals["mixed_steps"] += bool(drafts and verifies)
+        self.totals["draft_rows"] += drafts
+        self.totals["verify_rows"] += verifies
+        self.totals["query_tokens"] += tokens
+        self.totals["decode_microseconds"] += round(seconds * 1e6)
+
+    def started(self, rid: str) -> RequestStats:
+        """Open the statistics of a new request; an earlier one of the same id is forgotten."""
+        stats = self._requests[rid] = RequestStats()
+        while len(self._requests) > self._kept:
+            self._requests.popitem(last=False)
+        return stats
+
+    def verified(self, rid: str, drafts: int, accepted: int) -> None:
+        """Book one verify of ``drafts`` drafts, ``accepted`` of them accepted."""
+        self.totals["accepted_drafts"] += accepted
+        self.totals["discarded_drafts"] += drafts - accepted
+        self.draft_lengths[drafts] += 1
+        stats = self._requests.get(rid) or self.started(rid)
+        self._requests.move_to_end(rid)
+        stats.lengths.append(drafts)
+        stats.accepted += accepted
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything, as built-in types."""
+        steps = self.totals["decode_steps"]
+        return {
+            **self.totals,
+            "mixed_step_fraction": self.totals["mixed_steps"] / steps if steps else 0.0,
+            "draft_lengths": {str(n): c for n, c in sorted(self.draft_lengths.items())},
+            "cost_model": self.cost(),
+            "settings": self._settings,
+            "requests": {rid: stats.summary() for rid, stats in self._requests.items()},
+        }

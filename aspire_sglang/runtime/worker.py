@@ -1,0 +1,216 @@
+"""The speculative worker: one mixed forward per scheduler step, then accept or extend drafts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+
+from aspire_sglang.config import describe, load_config
+from aspire_sglang.runtime.batching import StepPlan, build_plan
+from aspire_sglang.runtime.cost import RunningCost
+from aspire_sglang.runtime.draft_state import DraftState, SlotState
+from aspire_sglang.runtime.hooks import verify_hooks
+from aspire_sglang.runtime.modes import ModeScheduler
+from aspire_sglang.runtime.profile import profile_steps
+from aspire_sglang.runtime.results import VERIFIED_ROWS
+from aspire_sglang.runtime.sampler import StepSampler
+from aspire_sglang.runtime.spec_inputs import MixedForwardInput, NextStepInput
+from aspire_sglang.runtime.telemetry import Telemetry
+from aspire_sglang.speculation.acceptance import make_estimator
+
+logger = logging.getLogger(__name__)
+
+
+class AspireWorker(BaseSpecWorker):
+    """Drives the target model as its own draft model.
+
+    SGLang calls :meth:`forward_batch_generation` once per scheduler step. A prefill runs as in
+    plain decoding. In a decode step every request of the batch takes part in one forward, either
+    as a draft row or as a verify row.
+    """
+
+    def __init__(self, *, server_args: Any, target_worker: Any, **_: Any) -> None:
+        super().__init__()
+        verify_hooks()
+        self._target_worker = target_worker
+        self.config = load_config()
+        self.gamma_max: int = server_args.speculative_num_steps
+        self.speculative_num_steps = self.gamma_max
+        self.speculative_num_draft_tokens = self.gamma_max + 1
+        self.context_len: int = target_worker.model_runner.model_config.context_len
+        self.telemetry = Telemetry(
+            self.config.requests_kept, self.config.model_dump() | {"gamma_max": self.gamma_max}
+        )
+        logger.info("ASPIRE: %s", describe(self.config))
+
+    @property
+    def draft_worker(self) -> None:
+        """There is no draft model."""
+        return None
+
+    @property
+    def model_runner(self) -> Any:
+        return self.target_worker.model_runner
+
+    # -- start-up, in the order in which SGLang calls it --
+
+    def alloc_memory_pool(self, req_to_token_pool: Any = None, **kwargs: Any) -> None:
+        super().alloc_memory_pool(req_to_token_pool=req_to_token_pool, **kwargs)
+        acceptance = self.config.scheduler.acceptance
+        prior = {"ema": "start", "beta": "prior_rate"}[acceptance.kind]
+        self.state = DraftState(
+            num_slots=req_to_token_pool.req_to_token.shape[0],
+            gamma_max=self.gamma_max,
+            device=req_to_token_pool.req_to_token.device,
+            make_acceptance=lambda: make_estimator(acceptance.kind, **{prior: acceptance.prior}),
+        )
+
+    def init_cuda_graphs(self) -> None:
+        """Last call before serving: fit the step costs and print what was decided."""
+        context = self.model_runner.attn_backend.context
+        self.cost = RunningCost(profile_steps(self) if self.config.cost_profile else ())
+        self.modes = ModeScheduler(self.config.scheduler, self.gamma_max, context, self.cost)
+        self.sampler = StepSampler(self.state)
+        self.telemetry.cost = self.cost.report
+        logger.info("ASPIRE: sparse context: %s", context.describe())
+        logger.info("ASPIRE: step cost: %s", self.cost.describe())
+
+    # -- serving --
+
+    def forward_batch_generation(
+        self, batch: Any, on_publish: Any = None, **_: Any
+    ) -> GenerationBatchResult:
+        """One scheduler step; see ``sglang.srt.managers.scheduler.Scheduler.run_batch``."""
+        if batch.forward_mode.is_extend():
+            result = self._prefill(batch)
+        else:
+            result = self._decode(batch)
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        return result
+
+    def _prefill(self, batch: Any) -> GenerationBatchResult:
+        for req in batch.reqs:
+            self.state.reset(req.req_pool_idx, self._generation(req))
+            if not req.output_ids:
+                self.telemetry.started(req.rid)
+        result = self.target_worker.forward_batch_generation(batch)
+        result.new_seq_lens = batch.seq_lens.clone()
+        result.next_draft_input = NextStepInput(bonus_tokens=result.next_token_ids)
+        result.speculative_num_draft_tokens = self.speculative_num_draft_tokens
+        return result
+
+    def _decode(self, batch: Any) -> GenerationBatchResult:
+        start = time.perf_counter()
+        states = [self.state.get(req.req_pool_idx, self._generation(req)) for req in batch.reqs]
+        seq_lens: list[int] = batch.seq_lens_cpu.tolist()
+        caps = [self._max_draft(req, s) for req, s in zip(batch.reqs, seq_lens, strict=True)]
+        slots = [req.req_pool_idx for req in batch.reqs]
+        verify, draft_kv = self.modes.decide(slots, seq_lens, states, caps)
+        plan = build_plan(
+            slots=slots,
+            seq_lens=seq_lens,
+            pending=[state.pending for state in states],
+            verify=verify,
+            bonus=batch.spec_info.bonus_tokens,
+            draft_tokens=self.state.tokens,
+            req_to_token=self.req_to_token_pool.req_to_token,
+        )
+        bonus = batch.spec_info.bonus_tokens
+        forward = self._forward(batch, plan)
+        result = self._settle(batch, plan, states, bonus, forward)
+        seconds = time.perf_counter() - start
+        self.cost.observe(plan.shape(draft_kv), seconds)
+        self.telemetry.step(
+            drafts=len(plan.draft_rows),
+            verifies=len(plan.verify_rows),
+            tokens=plan.qo_indptr[-1],
+            seconds=seconds,
+        )
+        return result
+
+    def _forward(self, batch: Any, plan: StepPlan) -> GenerationBatchResult:
+        # SGLang snapshots the batch around this call, so it may be rebound freely.
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        batch.input_ids = plan.input_ids
+        batch.out_cache_loc = plan.out_cache_loc
+        batch.spec_info = MixedForwardInput(plan)
+        forward_batch = ForwardBatch.init_new(
+            batch,
+            self.model_runner,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            return_hidden_states_before_norm=False,
+        )
+        return self.target_worker.forward_batch_generation(
+            None, forward_batch=forward_batch, is_verify=True
+        )
+
+    def _settle(
+        self,
+        batch: Any,
+        plan: StepPlan,
+        states: list[SlotState],
+        bonus: torch.Tensor,
+        forward: GenerationBatchResult,
+    ) -> GenerationBatchResult:
+        """Sample drafts, accept runs, and describe the outcome to SGLang."""
+        logits = forward.logits_output.next_token_logits[: plan.qo_indptr[-1]]
+        outcome = self.sampler.step(plan, states, logits, batch.sampling_info)
+        rows = plan.verify_rows
+        advance = torch.zeros(len(states), dtype=batch.seq_lens.dtype)
+        bonus = bonus.clone()
+        for verified, row in enumerate(rows):
+            accept_len = outcome.accept_lens[verified]
+            drafts = plan.pending[row]
+            advance[row] = accept_len
+            bonus[row] = outcome.tokens[verified, accept_len - 1]
+            self.state.settle(states[row], accept_len - 1)
+            self.telemetry.verified(batch.reqs[row].rid, drafts, accept_len - 1)
+        result = GenerationBatchResult(
+            logits_output=forward.logits_output,
+            next_token_ids=outcome.tokens.flatten(),
+            accept_lens=torch.tensor(outcome.accept_lens, dtype=torch.int32),
+            cap_lens=torch.tensor([plan.pending[row] for row in rows], dtype=torch.int32),
+            new_seq_lens=batch.seq_lens + advance.to(batch.seq_lens.device),
+            next_draft_input=NextStepInput(bonus_tokens=bonus),
+            speculative_num_draft_tokens=self.speculative_num_draft_tokens,
+            can_run_cuda_graph=forward.can_run_cuda_graph,
+        )
+        setattr(result, VERIFIED_ROWS, rows)
+        return result
+
+    def _generation(self, req: Any) -> int:
+        return int(self.req_to_token_pool.req_generation[req.req_pool_idx])
+
+    def _max_draft(self, req: Any, seq_len: int) -> int:
+        """Most drafts that can still be of use to this request, 0 if it must verify now."""
+        if req.to_finish is not None:
+            # An abort is honoured when the row's result is processed, so give it one at once.
+            return 0
+        remaining = req.sampling_params.max_new_tokens - len(req.output_ids)
+        # A verify commits one token more than it accepts; positions end at the context length.
+        return max(0, min(self.gamma_max, remaining - 1, self.context_len - 1 - seq_len))
+
+    # -- events --
+
+    def clear_cache_pool(self) -> None:
+        self.state.clear()
+
+    def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
+        return True, "ASPIRE has no draft weights."
+
+    def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
+        return True, "ASPIRE has no draft weights."
+
+    def update_weights_from_tensor(self, recv_req: Any) -> tuple[bool, str]:
+        return self.target_worker.update_weights_from_tensor(recv_req)

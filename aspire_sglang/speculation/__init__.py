@@ -1,0 +1,1 @@
+"""When to draft and when to verify: acceptance estimates, step costs and policies."""

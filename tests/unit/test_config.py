@@ -1,0 +1,72 @@
+"""The configuration schema: defaults, files, and how faults are reported."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from aspire_sglang.config import AspireConfig, ConfigError, describe, load_config, parse_config
+
+CONFIGS = sorted(Path(__file__).parents[2].joinpath("configs").glob("*.yaml"))
+
+
+def test_empty_source_gives_the_defaults(monkeypatch):
+    monkeypatch.delenv("ASPIRE_CONFIG", raising=False)
+    assert load_config() == AspireConfig()
+
+
+def test_environment_and_inline_mapping(monkeypatch):
+    monkeypatch.setenv("ASPIRE_CONFIG", "{gamma_max: 8, context: {ratio: 0.1}}")
+    config = load_config()
+    assert (config.gamma_max, config.context.ratio) == (8, 0.1)
+
+
+def test_file(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("scheduler: {policy: fixed, gamma: 4}\n")
+    assert load_config(str(file)).scheduler.gamma == 4
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
+def test_shipped_files_are_valid_and_say_where_they_come_from(path):
+    parse_config(yaml.safe_load(path.read_text()), str(path))
+    assert path.read_text().startswith("#")
+
+
+def test_there_are_shipped_files():
+    assert CONFIGS
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("{gama_max: 8}", ["unknown option 'gama_max'", "did you mean 'gamma_max'"]),
+        ("{context: {budjet: 1}}", ["unknown option 'context.budjet'", "did you mean"]),
+        ("{scheduler: {acceptance: {king: ema}}}", ["did you mean 'kind'"]),
+        ("{gamma_max: 0}", ["option 'gamma_max'", "got 0"]),
+        ("{gamma_max: many}", ["option 'gamma_max'", "'many'"]),
+        ("{context: {ratio: 1.5}}", ["option 'context.ratio'"]),
+        ("{context: {selection: magic}}", ["option 'context.selection'", "refresh"]),
+        ("{context: {min_pages: 2}}", ["min_pages (2) must hold sink_pages + last_pages"]),
+        ("{gamma_max: [", ["not valid YAML"]),
+        ("{1, 2}", ["expected a mapping", "option"]),
+    ],
+)
+def test_faults_are_one_sentence_that_names_the_option(text, parts):
+    with pytest.raises(ConfigError) as fault:
+        load_config(text)
+    message = str(fault.value)
+    assert "\n" not in message
+    assert any(part in message for part in parts)
+    assert parts[0] in message or "unknown option" in message
+
+
+def test_missing_file():
+    with pytest.raises(ConfigError, match=r"no-such\.yaml: cannot be read"):
+        load_config("no-such.yaml")
+
+
+def test_describe_names_every_leaf():
+    text = describe(AspireConfig())
+    for name in ("gamma_max=16", "context.refresh_layer=None", "scheduler.acceptance.kind="):
+        assert name in text

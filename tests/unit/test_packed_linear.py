@@ -1,0 +1,150 @@
+"""Packed linears equal plain ones, and their installation leaves SGLang's semantics alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from aspire_sglang.cpu_platform import packed_linear
+from aspire_sglang.cpu_platform.packed_linear import (
+    PackedLinear,
+    measure_packing,
+    pack_model,
+    packing_available,
+    repack,
+)
+
+pytestmark = pytest.mark.skipif(not packing_available(), reason="PyTorch without oneDNN")
+# float32 sums of 96 terms in another order; bfloat16 outputs are rounded once (2^-9 relative).
+TOL = {torch.float32: {"atol": 2e-5, "rtol": 1e-5}, torch.bfloat16: {"atol": 2e-2, "rtol": 1e-2}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lead", [(0,), (1,), (7,), (129,), (2, 3), (0, 4), ()])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_equals_linear(dtype: torch.dtype, lead: tuple[int, ...], with_bias: bool) -> None:
+    weight = torch.randn(80, 96).to(dtype)
+    bias = torch.randn(80).to(dtype) if with_bias else None
+    x = torch.randn(*lead, 96).to(dtype)
+    out = PackedLinear(weight)(x, bias)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, F.linear(x, weight, bias), **TOL[dtype])
+
+
+def test_strided_input_and_a_poisoned_row() -> None:
+    weight = torch.randn(80, 96)
+    wide = torch.randn(5, 2 * 96)
+    x = wide[:, 96:]
+    packed = PackedLinear(weight)
+    torch.testing.assert_close(packed(x), F.linear(x, weight), **TOL[torch.float32])
+    x = x.clone()
+    x[2] = float("nan")
+    bad = packed(x).isnan().any(1)
+    assert bad.tolist() == [False, False, True, False, False]
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match="cannot pack"):
+        PackedLinear(torch.zeros(4))
+    with pytest.raises(ValueError, match="cannot pack"):
+        PackedLinear(torch.zeros(4, 4, dtype=torch.float16))
+    packed = PackedLinear(torch.zeros(4, 4))
+    with pytest.raises(ValueError, match="input"):
+        packed(torch.zeros(1, 5))
+    with pytest.raises(ValueError, match="input"):
+        packed(torch.zeros(1, 4, dtype=torch.bfloat16))
+
+
+def test_measure() -> None:
+    report = measure_packing(budget_s=0.05, shape=(64, 64))
+    assert report.plain_us > 0
+    assert report.packed_us > 0
+    assert "float32 linear of 16 rows" in str(report)
+
+
+def test_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "packing_available", lambda: False)
+    assert pack_model(nn.Linear(2, 2)) == 0
+    assert not measure_packing().pays
+
+
+class Layer(nn.Module):
+    """What SGLang's linears and embeddings look like to the code that calls them."""
+
+    def __init__(self, method: object, out: int, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.quant_method = method
+        self.weight = nn.Parameter(torch.randn(out, width).to(dtype), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self.quant_method.apply(self, x, bias)  # type: ignore[attr-defined]
+
+
+class Model(nn.Module):
+    def __init__(self, fp32_head: bool = False, tied: bool = True) -> None:
+        super().__init__()
+        from sglang.srt.layers.quantization import unquant
+
+        linear, embedding = unquant.UnquantizedLinearMethod, unquant.UnquantizedEmbeddingMethod
+
+        class Quantised(linear):  # type: ignore[misc, valid-type]
+            pass
+
+        self.up = Layer(linear(), 64, 32, torch.float32)
+        self.down = Layer(linear(), 32, 64, torch.bfloat16)
+        self.fp16 = Layer(linear(), 32, 64, torch.float16)
+        self.quantised = Layer(Quantised(), 32, 64, torch.float32)
+        self.embed_tokens = Layer(embedding(), 50, 32, torch.float32)
+        self.lm_head = self.embed_tokens if tied else Layer(embedding(), 50, 32, torch.float32)
+        self.logits_processor = SimpleNamespace(
+            use_fp32_lm_head=fp32_head, rl_on_policy_target=None
+        )
+
+
+def close(out: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(out, want, **TOL[out.dtype])
+
+
+def test_pack_model() -> None:
+    from sglang.srt.layers import logits_processor
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    model = Model()
+    untouched = (model.fp16.quant_method, model.quantised.quant_method)
+    assert pack_model(model) == 3
+    assert pack_model(model) == 3
+    assert (model.fp16.quant_method, model.quantised.quant_method) == untouched
+    assert isinstance(model.up.quant_method, UnquantizedLinearMethod)
+    head = model.lm_head
+    assert logits_processor.should_apply_lm_head_quant_method(head, head.quant_method)
+    x = torch.randn(5, 32)
+    close(model.up(x), F.linear(x, model.up.weight))
+    close(head(x), F.linear(x, head.weight))
+    ids = torch.tensor([3, 49])
+    assert torch.equal(head.quant_method.embedding(head, ids), head.weight[ids])
+
+
+def test_weight_updates() -> None:
+    model = Model(tied=False)
+    assert pack_model(model) == 3
+    assert not hasattr(model.embed_tokens.quant_method, "aspire_repack")
+    x = torch.randn(5, 32)
+    model.up.weight.data.copy_(torch.randn(64, 32))
+    assert repack(model) == 3
+    close(model.up(x), F.linear(x, model.up.weight))
+    model.up.weight.data.copy_(torch.randn(64, 32))
+    model.up.quant_method.process_weights_after_loading(model.up)
+    close(model.up(x), F.linear(x, model.up.weight))
+    # A weight put in place of the packed one is used at once, packed or not.
+    model.lm_head.weight = nn.Parameter(torch.randn(50, 32), requires_grad=False)
+    close(model.lm_head(x), F.linear(x, model.lm_head.weight))
+
+
+def test_fp32_head_is_left_alone() -> None:
+    model = Model(fp32_head=True)
+    assert pack_model(model) == 2
+    assert not hasattr(model.lm_head.quant_method, "aspire_repack")
