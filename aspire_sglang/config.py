@@ -65,7 +65,11 @@ class ContextConfig(_Section):
 class AcceptanceConfig(_Section):
     """The per-request estimate of the draft acceptance rate."""
 
-    kind: Literal["ema", "beta"] = "ema"
+    kind: Literal["ema", "beta"] = Field(
+        "beta",
+        description="beta: discounted Beta posterior, unbiased by the draft length; "
+        "ema: the paper's average, which reads low for long drafts",
+    )
     prior: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         0.9, description="rate assumed before the first verify"
     )

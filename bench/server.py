@@ -61,6 +61,8 @@ def plain_args(
         "--chunked-prefill-size": chunked_prefill_size,
         "--max-running-requests": max_running_requests,
         "--random-seed": 0,
+        # The polling of this file would fill the log.
+        "--log-level-http": "warning",
     }
     return [str(part) for flag in flags.items() for part in flag] + list(extra)
 
@@ -138,7 +140,7 @@ class Server:
                     raise self._error(f"did not answer within {self._timeout_s:.0f} s")
                 last = next(iter(self._tail(1)), "")
                 status.update(f"starting the {self.name}: [dim]{_escape(last[-90:])}[/dim]")
-                time.sleep(0.5)
+                time.sleep(1)
 
     def stop(self) -> None:
         """End the server with all its processes. Safe to call again."""
@@ -238,6 +240,8 @@ def exit_on_signals() -> None:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, leave)
-    signal.signal(signal.SIGHUP, leave)
+    # Under nohup it is ignored, and shall stay so.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, leave)
     # A script started in the background (`make demo &`) inherits an ignored SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)

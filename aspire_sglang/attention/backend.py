@@ -8,10 +8,11 @@ import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend as registry
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import add_attention_backend_choices
 
 from aspire_sglang.attention.rows import ForwardRows
-from aspire_sglang.config import load_config
+from aspire_sglang.config import ContextConfig, load_config
 from aspire_sglang.context.selection import SelectionConfig
 from aspire_sglang.context.sparse import RefreshConfig, SparseContext
 from aspire_sglang.runtime.arguments import is_aspire
@@ -26,15 +27,31 @@ class AspireAttentionBackend(AttentionBackend):
         super().__init__()
         from aspire_sglang.attention.torch_mixed import TorchMixedAttention
 
+        self._runner = model_runner
         self._pool = model_runner.token_to_kv_pool
-        speculates = is_aspire(model_runner.server_args)
-        self.context = sparse_context(model_runner) if speculates else None
         self._attention = TorchMixedAttention(
-            num_heads=model_runner.model_config.num_attention_heads // model_runner.tp_size,
+            num_heads=model_runner.model_config.get_num_attention_heads(
+                get_parallel().attn_tp_size
+            ),
             req_to_token=model_runner.req_to_token_pool.req_to_token,
             pool=self._pool,
-            context=self.context,
         )
+        if is_aspire(model_runner.server_args):
+            self.configure_context(load_config().context)
+
+    @property
+    def context(self) -> SparseContext | None:
+        """The sparse contexts of draft rows; None on a server that does not speculate."""
+        return self._attention.context
+
+    def configure_context(self, config: ContextConfig) -> SparseContext:
+        """Use these settings from the next forward on; present page lists are forgotten.
+
+        Raises:
+            ValueError: if the configured refresh layer does not exist.
+        """
+        self._attention.context = context = sparse_context(self._runner, config)
+        return context
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._attention.plan(rows_of(forward_batch))
@@ -71,9 +88,7 @@ def rows_of(forward_batch: Any) -> ForwardRows:
         return ForwardRows(
             slots=plan.slots,
             q_lens=plan.q_lens,
-            context_lens=[
-                s + k + 1 for s, k in zip(plan.seq_lens, plan.pending, strict=True)
-            ],
+            context_lens=[s + k + 1 for s, k in zip(plan.seq_lens, plan.pending, strict=True)],
             draft=[not verify for verify in plan.verify],
             decoding=True,
         )
@@ -86,13 +101,12 @@ def rows_of(forward_batch: Any) -> ForwardRows:
     return ForwardRows(slots, q_lens, context_lens, [False] * len(slots))
 
 
-def sparse_context(model_runner: Any) -> SparseContext:
-    """The sparse context of this model, from the configuration.
+def sparse_context(model_runner: Any, config: ContextConfig) -> SparseContext:
+    """The sparse contexts of this model's requests, from the configuration.
 
     Raises:
         ValueError: if the configured refresh layer does not exist.
     """
-    config = load_config().context
     num_layers = model_runner.model_config.num_hidden_layers
     layer = config.refresh_layer
     return SparseContext(

@@ -2,7 +2,8 @@
 
 The pool of one layer is ``k, v: [Hkv, num_slots, D]``, contiguous, float32 or bfloat16. Queries
 are ``[T, Hq, D]``, the rows of a batch one after another. Plans hold everything that depends
-only on slots and lengths: build them once per forward and pass them to every layer.
+only on slots and lengths: build them once per forward and pass them to every layer. A plan also
+owns scratch memory, so one plan serves one thread.
 """
 
 from __future__ import annotations
@@ -13,9 +14,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aspire_sglang.attention.cpu_many import attend_block
-from aspire_sglang.attention.cpu_runs import Block, Geometry, plan_blocks
-from aspire_sglang.attention.cpu_single import SinglePlan, attend_single, plan_single
+from aspire_sglang.attention.cpu_chunk import Chunk, attend_chunk
+from aspire_sglang.attention.cpu_many import Block, Part, attend_block, fold, plan_blocks
+from aspire_sglang.attention.cpu_plan import FullPlan, plan_full
+from aspire_sglang.attention.cpu_runs import Geometry
+from aspire_sglang.attention.cpu_single import (
+    SinglePlan,
+    SingleResult,
+    attend_single,
+    by_index,
+    plan_single,
+)
 
 __all__ = [
     "FullPlan",
@@ -41,96 +50,6 @@ class Vote:
 
     row: int
     queries: tuple[int, ...] = (-1,)
-
-
-@dataclass(frozen=True)
-class FullPlan:
-    """Plan of rows that read their whole context.
-
-    Attributes:
-        geometry: heads and pool size.
-        tokens: query tokens of the batch.
-        starts: first query token of every row.
-        lens: query tokens of every row.
-        context: positions of every row.
-        single: plan of the one-query rows that are read by index, or None.
-        single_rows: their rows, in the order of ``single``.
-        single_tokens: int64, their query tokens.
-        blocks: for every other row its blocks.
-        page_size: positions per page of the scores.
-    """
-
-    geometry: Geometry
-    tokens: int
-    starts: tuple[int, ...]
-    lens: tuple[int, ...]
-    context: tuple[int, ...]
-    single: SinglePlan | None
-    single_rows: tuple[int, ...]
-    single_tokens: Tensor
-    blocks: dict[int, list[Block]]
-    page_size: int
-
-
-def plan_full(
-    slots_per_row: Sequence[Tensor],
-    q_lens: Sequence[int],
-    geometry: Geometry,
-    dtype: torch.dtype = torch.float32,
-    page_size: int = 16,
-) -> FullPlan:
-    """Plan full attention for a ragged batch.
-
-    Args:
-        slots_per_row: int64 ``[L_i]`` slot of every position of row ``i``, the query tokens'
-            own positions included (they are the last ``q_lens[i]``).
-        q_lens: query tokens of every row, at least 1.
-        geometry: heads and pool size.
-        dtype: dtype of the pool.
-        page_size: positions per page of the scores.
-
-    Raises:
-        ValueError: lengths that do not fit together.
-    """
-    if len(slots_per_row) != len(q_lens):
-        raise ValueError(f"{len(slots_per_row)} rows of slots but {len(q_lens)} query lengths")
-    context = tuple(slots.numel() for slots in slots_per_row)
-    lens = tuple(int(n) for n in q_lens)
-    for row, (length, queries) in enumerate(zip(context, lens, strict=True)):
-        if queries < 1 or length < queries:
-            raise ValueError(f"row {row}: {queries} query tokens in {length} positions")
-    starts, total = [], 0
-    for queries in lens:
-        starts.append(total)
-        total += queries
-    by_index = dtype == torch.float32 and geometry.group <= _MAX_FULL_INDEXED_GROUP
-    singles = [row for row, queries in enumerate(lens) if queries == 1 and by_index]
-    single = None
-    if singles:
-        rows = [slots_per_row[row] for row in singles]
-        single = plan_single(rows, [context[r] for r in singles], geometry, dtype, page_size)
-    blocks = {
-        row: plan_blocks(slots_per_row[row], lens[row], geometry)
-        for row in range(len(lens))
-        if row not in set(singles)
-    }
-    tokens = torch.tensor([starts[row] for row in singles], dtype=torch.int64)
-    return FullPlan(
-        geometry,
-        total,
-        tuple(starts),
-        lens,
-        context,
-        single,
-        tuple(singles),
-        tokens,
-        blocks,
-        page_size,
-    )
-
-
-#: Largest group for which a long one-query row is read by index instead of by matrix products.
-_MAX_FULL_INDEXED_GROUP = 4
 
 
 def full_attention(
@@ -176,7 +95,8 @@ def full_attention_with_scores(
     """:func:`full_attention` that also scores pages, from the same probabilities.
 
     A token's score is the ``reduction`` over query heads of its softmax probability, averaged
-    over the voting queries; a page's score is the sum over its positions.
+    over the voting queries; a page's score is the sum over its positions. Only the voters of a
+    prefill chunk cost a second pass (over one query each).
 
     Args:
         votes: rows whose pages are wanted, and the queries that vote there.
@@ -191,35 +111,40 @@ def full_attention_with_scores(
     _check(q, k, v, plan.geometry)
     if q.shape[0] != plan.tokens:
         raise ValueError(f"{q.shape[0]} query tokens for a plan of {plan.tokens}")
-    if out is None:
-        out = torch.empty_like(q)
-    wanted = {vote.row: _voting(vote, plan) for vote in votes}
+    out = torch.empty_like(q) if out is None else out
+    voters = {vote.row: _voters(vote, plan) for vote in votes}
     scores: dict[int, Tensor] = {}
+    single = None
     if plan.single is not None:
-        listed = [i for i, row in enumerate(plan.single_rows) if row in wanted]
-        everything = len(plan.single_rows) == plan.tokens
-        rows = q if everything else q[plan.single_tokens]
-        part, probs = attend_single(rows, k, v, plan.single, scale, logit_cap, bool(listed))
-        out[plan.single_tokens] = part
-        for group, prob in zip(plan.single.groups, probs, strict=False):
-            token_scores = _reduce(prob, (1, 3), reduction).flatten(1)
-            pages = token_scores.view(len(group.rows), -1, plan.page_size).sum(-1)
-            for index, member in enumerate(group.rows.tolist()):
-                row = plan.single_rows[member]
-                scores[row] = pages[index, : -(-plan.context[row] // plan.page_size)]
+        queries = q[plan.single_tokens]
+        single = attend_single(queries, k, v, plan.single, scale, logit_cap, bool(voters))
+        out[plan.single_tokens[plan.complete]] = single.out[plan.complete]
+        if voters:
+            scores.update(_single_scores(plan, single, voters.keys(), reduction))
     for row, blocks in plan.blocks.items():
-        voting = wanted.get(row, ())
-        tokens = torch.zeros(plan.context[row]) if voting else None
-        for block in blocks:
-            first = plan.starts[row] + block.start
-            here = [n - block.start for n in voting if 0 <= n - block.start < block.tokens]
-            last = first + block.tokens
-            part, prob = attend_block(q[first:last], k, v, block, scale, logit_cap, here)
-            out[first:last] = part
-            if prob is not None and tokens is not None:
-                share = _reduce(prob, (0, 2), reduction).sum(0).div_(len(voting))
-                tokens[: block.visible] += share
+        tokens = torch.zeros(plan.context[row]) if row in voters else None
+        for block, first in blocks:
+            if tokens is None and not block.cover.pieces:
+                continue  # read by index only, and written above
+            span = slice(
+                plan.starts[row] + block.start, plan.starts[row] + block.start + block.tokens
+            )
+            here = [n - block.start for n in voters.get(row, ())]
+            here = [n for n in here if 0 <= n < block.tokens]
+            tail = _tail(plan, single, block, first, here)
+            out[span], probs = attend_block(q[span], k, v, block, scale, logit_cap, here, tail)
+            if tokens is not None and probs is not None:
+                share = _reduce(probs, (0, 2), reduction).sum(0)
+                tokens[: block.cover.visible] += share / len(voters[row])
         if tokens is not None:
+            scores[row] = _page_sums(tokens, plan.page_size)
+    for row, chunk in plan.chunks.items():
+        span = slice(plan.starts[row], plan.starts[row] + plan.lens[row])
+        out[span] = _attend_chunk(q[span], k, v, chunk, plan.geometry, scale, logit_cap)
+        if row in voters:
+            tokens = _ask(
+                q[span], k, v, chunk, plan.geometry, scale, logit_cap, voters[row], reduction
+            )
             scores[row] = _page_sums(tokens, plan.page_size)
     return out, [scores[vote.row] for vote in votes]
 
@@ -239,12 +164,12 @@ def plan_sparse(
         dtype: dtype of the pool.
 
     Raises:
-        ValueError: a row is empty or longer than ``L``.
+        ValueError: a row is empty or longer than ``L``, or a slot lies outside the pool.
     """
-    lengths = lens.tolist()
-    if lengths and max(lengths) > slots.shape[1]:
+    lengths: list[int] = lens.tolist()
+    if max(lengths, default=0) > slots.shape[1]:
         raise ValueError(f"a row of {max(lengths)} slots in a table of {slots.shape[1]}")
-    return plan_single(slots, lengths, geometry, dtype)
+    return plan_single(slots, lengths, geometry, by_index(geometry, dtype))
 
 
 def sparse_attention(
@@ -261,9 +186,12 @@ def sparse_attention(
 
     Returns:
         ``[n, Hq, D]``.
+
+    Raises:
+        ValueError: shapes that do not fit the plan.
     """
     _check(q, k, v, plan.geometry)
-    return attend_single(q, k, v, plan, scale, logit_cap)[0]
+    return attend_single(q, k, v, plan, scale, logit_cap).out
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> None:
@@ -278,12 +206,97 @@ def _check(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> None:
         raise ValueError(f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}")
 
 
-def _voting(vote: Vote, plan: FullPlan) -> tuple[int, ...]:
+def _voters(vote: Vote, plan: FullPlan) -> tuple[int, ...]:
     """Voting query tokens of a row, counted from its first one, without repeats."""
     count = plan.lens[vote.row]
     if not vote.queries or any(not -count <= n < count for n in vote.queries):
         raise ValueError(f"row {vote.row} has {count} query tokens, votes asked of {vote.queries}")
     return tuple(sorted({n % count for n in vote.queries}))
+
+
+def _single_scores(
+    plan: FullPlan, single: SingleResult, voting: object, reduction: str
+) -> dict[int, Tensor]:
+    """Page scores of the voting rows among the whole one-query rows."""
+    assert plan.single is not None
+    wanted = set(voting)  # type: ignore[call-overload]
+    scores: dict[int, Tensor] = {}
+    for group, probs in zip(plan.single.groups, single.probs, strict=True):
+        rows = [plan.single_rows[m] if m < len(plan.single_rows) else -1 for m in group.members]
+        if wanted.isdisjoint(rows):
+            continue
+        pages = _page_sums(_reduce(probs, (1, 3), reduction).flatten(1), plan.page_size)
+        for index, row in enumerate(rows):
+            if row in wanted:
+                scores[row] = pages[index, : -(-plan.context[row] // plan.page_size)]
+    return scores
+
+
+def _tail(
+    plan: FullPlan, single: SingleResult | None, block: Block, first: int, votes: list[int]
+) -> Part | None:
+    """The part of a block that was read by index, from the one-query rows that hold it."""
+    positions = block.cover.tail
+    if positions is None or single is None or plan.single is None:
+        return None
+    kv_heads = plan.geometry.num_kv_heads
+    rows = slice(first, first + block.tokens)
+    out = fold(single.out[rows].float(), kv_heads)
+    lse = fold(single.lse[rows].unsqueeze(-1), kv_heads).squeeze(-1)
+    probs = None
+    if votes:
+        shape = (len(votes), kv_heads, plan.geometry.group, positions.numel())
+        probs = torch.zeros(shape)
+        for group, values in zip(plan.single.groups, single.probs, strict=True):
+            for index, token in enumerate(votes):
+                if first + token in group.members:
+                    row = values[group.members.index(first + token)]
+                    row = row.transpose(1, 2).flatten(2)[..., : positions.numel()]
+                    probs[index, ..., : row.shape[-1]] = row
+        probs = probs.transpose(0, 1)
+    return Part(out, lse, positions, probs)
+
+
+def _attend_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chunk: Chunk,
+    geometry: Geometry,
+    scale: float,
+    logit_cap: float,
+) -> Tensor:
+    if not logit_cap:
+        return attend_chunk(q, k, v, chunk, scale)
+    out = torch.empty_like(q)  # the flash kernel knows no cap
+    for block in plan_blocks(chunk.slots, chunk.tokens, geometry):
+        span = slice(block.start, block.start + block.tokens)
+        out[span] = attend_block(q[span], k, v, block, scale, logit_cap)[0]
+    return out
+
+
+def _ask(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chunk: Chunk,
+    geometry: Geometry,
+    scale: float,
+    logit_cap: float,
+    voters: Sequence[int],
+    reduction: str,
+) -> Tensor:
+    """Token scores ``[context]`` of a chunk's voters, which are attended once more for it."""
+    context = chunk.slots.numel()
+    total = torch.zeros(context)
+    for token in voters:
+        visible = context - chunk.tokens + token + 1
+        (block,) = plan_blocks(chunk.slots[:visible], 1, geometry)
+        query = q[token : token + 1]
+        _, probs = attend_block(query, k, v, block, scale, logit_cap, (0,))
+        assert probs is not None
+        total[:visible] += _reduce(probs, (0, 2), reduction)[0] / len(voters)
+    return total
 
 
 def _reduce(probs: Tensor, dims: tuple[int, int], reduction: str) -> Tensor:
@@ -298,6 +311,6 @@ def _reduce(probs: Tensor, dims: tuple[int, int], reduction: str) -> Tensor:
 
 
 def _page_sums(tokens: Tensor, page_size: int) -> Tensor:
-    """Sum token scores ``[L]`` inside pages: ``[ceil(L / page_size)]``."""
-    padded = torch.nn.functional.pad(tokens, (0, -tokens.numel() % page_size))
-    return padded.view(-1, page_size).sum(-1)
+    """Sum token scores ``[..., L]`` inside pages: ``[..., ceil(L / page_size)]``."""
+    padded = torch.nn.functional.pad(tokens, (0, -tokens.shape[-1] % page_size))
+    return padded.unflatten(-1, (-1, page_size)).sum(-1)

@@ -1,4 +1,4 @@
-"""Attention of rows with several query tokens (verify runs, prefill chunks) over planned pieces.
+"""Attention of rows with several query tokens, such as verify runs.
 
 Per KV head, the query heads of its group are folded into the rows of one matrix product, and
 oneDNN's linear is called directly: on skinny float32 shapes it beats MKL's (batched) products.
@@ -8,13 +8,77 @@ Pieces are merged by their log-sum-exp, as in flash decoding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from aspire_sglang.attention.cpu_runs import Block, Piece
+from aspire_sglang.attention.cpu_runs import (
+    MIN_VIEW,
+    SCORE_BUDGET,
+    Cover,
+    Geometry,
+    Piece,
+    cover,
+    find_runs,
+    read_piece,
+)
 
+#: Most query tokens of one block.
+MAX_BLOCK_TOKENS = 128
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
+
+
+@dataclass(frozen=True)
+class Block:
+    """Query tokens ``start .. start + tokens`` of a row, and how what they see is read."""
+
+    start: int
+    tokens: int
+    cover: Cover
+
+
+@dataclass(frozen=True)
+class Part:
+    """Attention of a block's tokens over some of their keys.
+
+    Attributes:
+        out: float32 ``[Hkv, tokens * group, D]``.
+        lse: float32 ``[Hkv, tokens * group]``, log-sum-exp of the scores.
+        positions: int64 ``[n]`` positions of the keys, or a range.
+        probs: float32 ``[Hkv, votes, group, n]`` probabilities of voting tokens among these keys.
+    """
+
+    out: Tensor
+    lse: Tensor
+    positions: Tensor | slice
+    probs: Tensor | None
+
+
+def plan_blocks(
+    slots: Tensor, query_len: int, geometry: Geometry, index_tail: bool = False
+) -> list[Block]:
+    """Plan the attention of a row whose queries are its last ``query_len`` positions.
+
+    Args:
+        slots: int64 ``[L]`` slots of the row, ``L >= query_len``.
+        query_len: query tokens of the row, at least 1.
+        geometry: heads and pool size.
+        index_tail: see :func:`cover`.
+
+    Returns:
+        Blocks that together cover the row's query tokens.
+    """
+    context = slots.numel()
+    runs = find_runs(slots, MIN_VIEW)
+    step = max(1, min(MAX_BLOCK_TOKENS, SCORE_BUDGET // (geometry.group * context)))
+    blocks = []
+    for start in range(0, query_len, step):
+        tokens = min(step, query_len - start)
+        visible = context - query_len + start + tokens
+        part = cover(slots, runs, visible, tokens, geometry, index_tail)
+        blocks.append(Block(start, tokens, part))
+    return blocks
 
 
 def matmul_t(x: Tensor, w: Tensor) -> Tensor:
@@ -33,6 +97,12 @@ def matmul_t(x: Tensor, w: Tensor) -> Tensor:
     return torch.mm(x, w.t())
 
 
+def fold(q: Tensor, kv_heads: int) -> Tensor:
+    """``[tokens, Hq, D]`` as ``[Hkv, tokens * group, D]``."""
+    tokens, _, dim = q.shape
+    return q.view(tokens, kv_heads, -1, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
+
+
 def attend_block(
     q: Tensor,
     k: Tensor,
@@ -41,6 +111,7 @@ def attend_block(
     scale: float,
     logit_cap: float = 0.0,
     votes: Sequence[int] = (),
+    tail: Part | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one planned block of query tokens.
 
@@ -51,44 +122,40 @@ def attend_block(
         scale: factor of the scores.
         logit_cap: ``c`` of ``c * tanh(score / c)``; 0 for none.
         votes: tokens of the block (0-based) whose probabilities are wanted.
+        tail: the part over the keys that the plan leaves to be read by index.
 
     Returns:
         ``[tokens, Hq, D]`` in the dtype of ``q``, and float32 probabilities
         ``[Hkv, len(votes), group, visible]`` (None without votes).
     """
-    tokens, num_heads, dim = q.shape
-    heads = k.shape[0]
-    group = num_heads // heads
-    x = q.view(tokens, heads, group, dim).transpose(0, 1).reshape(heads, tokens * group, dim)
-    x = x.float() * scale
-    single = len(block.pieces) == 1
-    outs: list[Tensor] = []
-    lses: list[Tensor] = []
-    voted: list[Tensor] = []
-    for piece in block.pieces:
-        out, lse, probs = _attend_piece(x, k, v, piece, tokens, logit_cap, votes, not single)
-        outs.append(out)
-        lses.append(lse)
-        voted.append(probs)
-    if single:
-        merged, weights = outs[0], None
+    tokens = q.shape[0]
+    kv_heads, _, dim = k.shape
+    group = q.shape[1] // kv_heads
+    parts = [] if tail is None else [tail]
+    alone = len(parts) + len(block.cover.pieces) == 1
+    if block.cover.pieces:
+        x = fold(q, kv_heads).float() * scale
+        for piece in block.cover.pieces:
+            parts.append(_attend_piece(x, k, v, piece, tokens, logit_cap, votes, not alone))
+    if alone:
+        merged, weights = parts[0].out, None
     else:
-        weights = torch.softmax(torch.stack(lses), dim=0)
-        merged = (torch.stack(outs) * weights.unsqueeze(-1)).sum(0)
-    result = merged.view(heads, tokens, group, dim).transpose(0, 1).reshape(q.shape).to(q.dtype)
+        weights = torch.softmax(torch.stack([part.lse for part in parts]), dim=0).unsqueeze(-1)
+        merged = parts[0].out * weights[0]
+        for part, weight in zip(parts[1:], weights[1:], strict=True):
+            merged.addcmul_(part.out, weight)
+    out = merged.view(kv_heads, tokens, group, dim).transpose(0, 1).reshape(q.shape).to(q.dtype)
     if not votes:
-        return result, None
-    probs = x.new_empty(heads, len(votes), group, block.visible)
-    for index, piece in enumerate(block.pieces):
-        part = voted[index]
-        if weights is not None:
-            share = weights[index].view(heads, tokens, group, 1)[:, list(votes)]
-            part = part * share
-        if piece.positions is None:
-            probs[..., piece.position : piece.position + piece.length] = part
+        return out, None
+    probs = torch.empty(kv_heads, len(votes), group, block.cover.visible)
+    for index, part in enumerate(parts):
+        assert part.probs is not None
+        if weights is None:
+            probs[..., part.positions] = part.probs
         else:
-            probs[..., piece.positions] = part
-    return result, probs
+            share = weights[index].view(kv_heads, tokens, group, 1)[:, list(votes)]
+            probs[..., part.positions] = part.probs * share
+    return out, probs
 
 
 def _attend_piece(
@@ -100,16 +167,16 @@ def _attend_piece(
     logit_cap: float,
     votes: Sequence[int],
     want_lse: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output ``[Hkv, R, D]``, log-sum-exp ``[Hkv, R]``, voted ``[Hkv, votes, group, length]``."""
-    heads, rows, dim = x.shape
-    keys, values = _read(k, piece), _read(v, piece)
+) -> Part:
+    """One piece; ``x`` holds the folded and scaled queries ``[Hkv, R, D]``."""
+    heads, rows, _ = x.shape
+    keys, values = read_piece(k, piece), read_piece(v, piece)
     mask = None
     if piece.causal and tokens > 1:
         mask = _causal(tokens, rows // tokens)
-    out = x.new_empty(heads, rows, dim)
+    out = torch.empty_like(x)
     lse = x.new_empty(heads, rows)
-    voted = x.new_empty(heads, len(votes), rows // tokens, piece.length)
+    voted = x.new_empty(heads, len(votes), rows // tokens, piece.length) if votes else None
     for head in range(heads):
         scores = matmul_t(x[head], keys[head].float())
         if logit_cap:
@@ -120,18 +187,13 @@ def _attend_piece(
         if want_lse:
             # The largest score and its probability give the log-sum-exp without another exp.
             torch.sub(scores.amax(-1), probs.amax(-1).log_(), out=lse[head])
-        if votes:
+        if voted is not None:
             voted[head] = probs.view(tokens, -1, piece.length)[list(votes)]
         out[head] = matmul_t(probs.to(values.dtype), values[head].t())
-    return out, lse, voted
-
-
-def _read(pool: Tensor, piece: Piece) -> Tensor:
-    """Keys or values of a piece, ``[Hkv, length, D]``, each head contiguous."""
-    if piece.rows is None:
-        return pool[:, piece.slot : piece.slot + piece.length]
-    heads, _, dim = pool.shape
-    return pool.view(-1, dim).index_select(0, piece.rows).view(heads, piece.length, dim)
+    where = piece.positions
+    if where is None:
+        return Part(out, lse, slice(piece.position, piece.position + piece.length), voted)
+    return Part(out, lse, where, voted)
 
 
 def _causal(tokens: int, group: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""Where a request's KV lies: contiguous slot runs that can be read in place, the rest gathered.
+"""Where a request's KV lies: contiguous slot runs that can be read in place, and the rest.
 
 A request's slots are one int64 tensor, ``slots[p]`` being the slot of position ``p``. A prefill
 gets its slots in one stretch, so most of a long context is one run of consecutive slots and the
-kernels read it as a view. Short runs (decode tokens of a busy batch) are cheaper to gather into
-one small buffer. Planning happens once per forward and is shared by all layers.
+kernels read it as a view. What short runs remain (decode tokens of a busy batch) are read by
+index or gathered. Planning happens once per forward and is shared by all layers.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: A run of at least this many slots is read in place; shorter ones are gathered.
-MIN_VIEW = 256
+#: A run of at least this many slots is read in place.
+MIN_VIEW = 384
 #: Scores held at once by the many-query kernel, in elements (float32, so 32 MiB; the softmax
 #: holds a second copy).
 SCORE_BUDGET = 1 << 23
-#: Most query tokens of one block.
-MAX_BLOCK_TOKENS = 128
+#: Most products (query heads of one KV head x tokens x keys) for which the keys outside long
+#: runs are read by index; beyond it they are gathered, which costs once per key.
+MAX_INDEXED = 24_000
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,14 @@ class Geometry:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
-    def head_offsets(self) -> Tensor:
-        """First flat row of every KV head in ``k.view(Hkv * num_slots, D)``: int64 ``[Hkv]``."""
-        return torch.arange(self.num_kv_heads, dtype=torch.int64) * self.num_slots
+    @property
+    def index_type(self) -> torch.dtype:
+        """The smallest integer type that indexes ``k.view(Hkv * num_slots, D)``."""
+        return torch.int32 if self.num_kv_heads * self.num_slots < 2**31 else torch.int64
+
+    def head_offsets(self, dtype: torch.dtype = torch.int64) -> Tensor:
+        """First flat row of every KV head in ``k.view(Hkv * num_slots, D)``: ``[Hkv]``."""
+        return torch.arange(self.num_kv_heads, dtype=dtype) * self.num_slots
 
 
 @dataclass(frozen=True)
@@ -87,71 +93,74 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Block:
-    """Query tokens ``start .. start + tokens`` of a row, and the pieces that cover what they see.
+class Cover:
+    """How positions ``0 .. visible`` are read.
 
     Attributes:
-        start: first token of the block, counted from the row's first query token.
-        tokens: query tokens in the block.
-        visible: number of positions the block's last token sees.
-        pieces: disjoint pieces that cover positions ``0 .. visible``.
+        visible: number of positions.
+        pieces: keys read in place or gathered.
+        tail: int64 positions read by index, ascending, or None.
+        tail_is_own: the tail ends with the block's own tokens, to be masked causally.
     """
 
-    start: int
-    tokens: int
     visible: int
     pieces: tuple[Piece, ...]
+    tail: Tensor | None = None
+    tail_is_own: bool = False
 
 
-def find_runs(slots: Tensor) -> list[Run]:
-    """Split slots into maximal runs of consecutive slots.
+def check_slots(slots: Tensor, num_slots: int) -> None:
+    """Refuse slots outside the pool: the kernels read by index without looking.
+
+    Raises:
+        ValueError: a slot is negative or not below ``num_slots``.
+    """
+    low, high = (int(x) for x in torch.aminmax(slots))
+    if low < 0 or high >= num_slots:
+        raise ValueError(f"slots {low} to {high} in a pool of {num_slots}")
+
+
+def find_runs(slots: Tensor, min_length: int = 1) -> list[Run]:
+    """Maximal runs of consecutive slots.
 
     Args:
         slots: int64 ``[L]``, ``L >= 1``.
+        min_length: leave out shorter runs.
 
     Returns:
-        Runs in order of position that together cover ``0 .. L``.
+        Runs in order of position.
     """
-    breaks = (torch.diff(slots) != 1).nonzero().flatten().add_(1).tolist()
-    starts = [0, *breaks]
-    ends = [*breaks, slots.numel()]
-    first = slots[torch.tensor(starts)].tolist()
-    return [Run(a, s, b - a) for a, b, s in zip(starts, ends, first, strict=True)]
+    total = slots.numel()
+    if total < min_length:
+        return []
+    breaks = (torch.diff(slots) != 1).nonzero().flatten().add_(1)
+    bounds = torch.cat([breaks.new_zeros(1), breaks, breaks.new_full((1,), total)])
+    lengths = torch.diff(bounds)
+    kept = (lengths >= min_length).nonzero().flatten()
+    starts = bounds[kept]
+    table = torch.stack([starts, slots[starts], lengths[kept]], 1).tolist()
+    return [Run(*entry) for entry in table]
 
 
-def plan_blocks(
-    slots: Tensor, query_len: int, geometry: Geometry, min_view: int = MIN_VIEW
-) -> list[Block]:
-    """Plan the attention of a row whose queries are its last ``query_len`` positions.
+def cover(
+    slots: Tensor,
+    runs: list[Run],
+    visible: int,
+    tokens: int,
+    geometry: Geometry,
+    index_tail: bool,
+) -> Cover:
+    """Cover positions ``0 .. visible``, keeping the last ``tokens`` of them together.
 
     Args:
-        slots: int64 ``[L]`` slots of the row, ``L >= query_len``.
-        query_len: query tokens of the row, at least 1.
+        slots: int64 ``[L]``, ``L >= visible``.
+        runs: the row's runs of at least ``MIN_VIEW``, in order.
+        visible: positions to cover.
+        tokens: positions at the end that belong to the block's own tokens; 0 for none.
         geometry: heads and pool size.
-        min_view: shortest run that is read in place.
-
-    Returns:
-        Blocks that together cover the row's query tokens.
+        index_tail: leave what is not read in place to be read by index, if it is short.
     """
-    context = slots.numel()
-    runs = [run for run in find_runs(slots) if run.length >= min_view]
-    longest = max((run.length for run in runs), default=0)
-    per_token = geometry.group * max(longest, 1)
-    step = max(1, min(MAX_BLOCK_TOKENS, SCORE_BUDGET // per_token, query_len))
-    blocks = []
-    for start in range(0, query_len, step):
-        tokens = min(step, query_len - start)
-        visible = context - query_len + start + tokens
-        pieces = _pieces(slots, runs, visible, tokens, geometry, min_view)
-        blocks.append(Block(start, tokens, visible, pieces))
-    return blocks
-
-
-def _pieces(
-    slots: Tensor, runs: list[Run], visible: int, tokens: int, geometry: Geometry, min_view: int
-) -> tuple[Piece, ...]:
-    """Cover positions ``0 .. visible``; the last ``tokens`` of them end the one causal piece."""
-    max_keys = max(min_view, tokens, SCORE_BUDGET // (geometry.group * tokens))
+    max_keys = max(MIN_VIEW, tokens, SCORE_BUDGET // (geometry.group * max(tokens, 1)))
     before = visible - tokens
     pieces: list[Piece] = []
     gaps: list[tuple[int, int]] = []
@@ -160,26 +169,45 @@ def _pieces(
         # Either the run holds all of the block's own tokens, or it is read only up to them.
         holds_own = run.position <= before and run.end >= visible
         end = visible if holds_own else min(run.end, before)
-        if end - run.position < min_view:
+        if end - run.position < MIN_VIEW:
             continue
         if run.position > covered:
             gaps.append((covered, run.position))
         for first, last in _cuts(run.position, end, max_keys):
             slot = run.slot + first - run.position
-            pieces.append(Piece(last - first, slot, first, causal=last == visible))
+            pieces.append(Piece(last - first, slot, first, causal=tokens > 0 and last == visible))
         covered = end
-    gathers_own = covered < visible
-    if gathers_own:
+    own = tokens > 0 and covered < visible
+    if covered < visible:
         gaps.append((covered, visible))
-    if gaps:
-        positions = torch.cat([torch.arange(first, last) for first, last in gaps])
-        total = positions.numel()
-        for first, last in _cuts(0, total, max_keys):
-            part = positions[first:last]
-            rows = (geometry.head_offsets().unsqueeze(1) + slots[part]).flatten()
-            causal = gathers_own and last == total
-            pieces.append(Piece(last - first, rows=rows, positions=part, causal=causal))
-    return tuple(pieces)
+    if not gaps:
+        return Cover(visible, tuple(pieces))
+    positions = torch.cat([torch.arange(first, last) for first, last in gaps])
+    total = positions.numel()
+    if index_tail and total * tokens * geometry.group <= MAX_INDEXED:
+        return Cover(visible, tuple(pieces), positions, own)
+    for first, last in _cuts(0, total, max_keys):
+        pieces.append(gathered(slots, positions[first:last], geometry, own and last == total))
+    return Cover(visible, tuple(pieces))
+
+
+def gathered(slots: Tensor, positions: Tensor, geometry: Geometry, causal: bool) -> Piece:
+    """A piece of the keys at ``positions`` (int64 ``[n]``), to be gathered."""
+    rows = (geometry.head_offsets().unsqueeze(1) + slots[positions]).flatten()
+    return Piece(positions.numel(), rows=rows, positions=positions, causal=causal)
+
+
+def read_piece(pool: Tensor, piece: Piece) -> Tensor:
+    """Keys or values of a piece: ``[Hkv, length, D]``, every head contiguous.
+
+    Args:
+        pool: ``[Hkv, num_slots, D]`` contiguous.
+        piece: which of them.
+    """
+    if piece.rows is None:
+        return pool[:, piece.slot : piece.slot + piece.length]
+    heads, _, dim = pool.shape
+    return pool.view(-1, dim).index_select(0, piece.rows).view(heads, piece.length, dim)
 
 
 def _cuts(start: int, end: int, size: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Attention of rows with one query token each, over lists of slots: draft and plain rows.
+"""Attention of single query tokens over lists of slots: draft rows, plain rows, short tails.
 
 Two PyTorch operators read KV rows by index without copying them: the sampled product of a
 sparse pattern (``torch.sparse.sampled_addmm``) gives the scores of chosen (query, slot) pairs,
@@ -11,21 +11,26 @@ multiplied in batches.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from aspire_sglang.attention.cpu_runs import Geometry
+from aspire_sglang.attention.cpu_runs import Geometry, check_slots
 
 #: Largest group (query heads per KV head) for which reading by index beats gathering.
 MAX_INDEXED_GROUP = 4
-#: Keys per chunk: the query heads of a group visit a chunk in turn while it is in the cache.
-CHUNK = 1024
-#: Rows share a padded group while padding adds at most this share.
+#: Fewest keys per chunk when the heads of a batch are too few to occupy the threads.
+MIN_CHUNK = 512
+#: Rows share a padded group while padding adds at most this share, or this many keys.
 MAX_PADDING = 0.125
+MAX_PADDED_KEYS = 16
+#: Score of padded keys: finite, so that a chunk of nothing else has a (vanishing) log-sum-exp.
+_MASKED = -1e30
 
 
 def _create_first_pattern() -> None:
@@ -44,18 +49,22 @@ class RowGroup:
 
     Attributes:
         rows: int64 ``[n]``, indices of the rows among the plan's rows.
-        lens: int64 ``[n]`` their lengths.
+        members: the same as numbers.
         chunks, width: keys of a row are cut into ``chunks`` ranges of ``width``.
         padding: bool ``[n, 1, c, 1, width]`` marks padded keys of the last ``c`` chunks, or None.
         first: index of the group's first value in the plan's flat arrays.
+        bags: (row, KV head, chunk, head in group) combinations.
+        merges: some row is only a part of a softmax, so its log-sum-exp is needed.
     """
 
     rows: Tensor
-    lens: Tensor
+    members: list[int]
     chunks: int
     width: int
     padding: Tensor | None
     first: int
+    bags: int
+    merges: bool
 
 
 @dataclass(frozen=True)
@@ -66,87 +75,113 @@ class SinglePlan:
         geometry: heads and pool size.
         rows: number of rows.
         groups: rows by similar length.
-        indexed: read KV by index (float32, small groups) instead of gathering.
         columns: flat pool row of every value: ``[values]`` int32 or int64. Values are ordered
             (row, kv head, chunk, head in group, key) when indexed, (row, kv head, key) when not.
-        offsets: first value of every bag, closed by the total: ``[bags + 1]`` (indexed only).
         queries: int64 ``[bags]`` row of ``q.view(rows * Hq, D)`` of every bag (indexed only).
+        offsets: first value of every bag, closed by the total: ``[bags + 1]`` (indexed only).
+        pattern: sparse matrix of the bags by the flat pool; its values are the scratch that
+            every layer writes its scores to. None when KV is gathered instead.
     """
 
     geometry: Geometry
     rows: int
     groups: tuple[RowGroup, ...]
-    indexed: bool
     columns: Tensor
-    offsets: Tensor
     queries: Tensor
+    offsets: Tensor
+    pattern: Tensor | None
+
+
+@dataclass(frozen=True)
+class SingleResult:
+    """What :func:`attend_single` gives.
+
+    Attributes:
+        out: ``[n, Hq, D]`` in the dtype of the queries.
+        lse: float32 ``[n, Hq]``, valid for the rows that merge.
+        probs: for every group of the plan float32 ``[rows, Hkv, chunks, group, width]``, 0 at
+            padded keys; empty unless wanted.
+    """
+
+    out: Tensor
+    lse: Tensor
+    probs: list[Tensor]
+
+
+def by_index(geometry: Geometry, dtype: torch.dtype) -> bool:
+    """Whether one-query rows are better read by index than gathered."""
+    return dtype == torch.float32 and geometry.group <= MAX_INDEXED_GROUP
 
 
 def plan_single(
     slots: Tensor | Sequence[Tensor],
-    lens: Tensor | Sequence[int],
+    lens: Sequence[int],
     geometry: Geometry,
-    dtype: torch.dtype = torch.float32,
+    indexed: bool,
     page_size: int = 16,
+    sources: Sequence[int] | None = None,
+    merging: int | None = None,
 ) -> SinglePlan:
     """Plan rows of one query token.
 
     Args:
-        slots: int64 ``[n, L]`` padded (padding is never read), or ``n`` tensors ``[len_i]``.
-        lens: length of every row, each at least 1.
+        slots: int64 ``[m, L]`` padded (padding is never read), or ``m`` tensors ``[len_i]``.
+        lens: length of each of the ``n`` rows, at least 1.
         geometry: heads and pool size.
-        dtype: dtype of the pool.
+        indexed: read KV by index (float32 only) instead of gathering it.
         page_size: chunks are cut at multiples of it.
+        sources: which slots each row reads, ``n`` numbers below ``m``; by default row i of m.
+        merging: rows from this one on are only a part of a softmax; None for no such row.
 
     Raises:
-        ValueError: a row is empty.
+        ValueError: a row is empty, or a slot lies outside the pool.
     """
-    lengths = [int(x) for x in lens]
-    if min(lengths, default=1) < 1:
+    if min(lens, default=1) < 1:
         raise ValueError("a row without any slot to attend to")
-    indexed = dtype == torch.float32 and geometry.group <= MAX_INDEXED_GROUP
-    index_type = torch.int32
-    if not indexed or geometry.num_kv_heads * geometry.num_slots >= 2**31:
-        index_type = torch.int64
+    index_type = geometry.index_type if indexed else torch.int64
+    heads, group = geometry.num_kv_heads, geometry.group
+    offsets = geometry.head_offsets(index_type).view(heads, 1, 1, 1)
+    every_head = torch.arange(geometry.num_heads).view(heads, 1, group)
     groups: list[RowGroup] = []
     columns: list[Tensor] = []
-    widths: list[tuple[int, int]] = []
     queries: list[Tensor] = []
+    bounds: list[Tensor] = []
     first = 0
-    heads, group = geometry.num_kv_heads, geometry.group
-    copies = group if indexed else 1
-    for members in _by_length(lengths):
-        longest = lengths[members[-1]]
-        chunks = -(-longest // CHUNK) if indexed else 1
+    for members in _by_length(lens):
+        longest = lens[members[-1]]
+        chunks = _chunks(longest, len(lens) * geometry.num_heads) if indexed else 1
         width = -(-longest // chunks)
         width = -(-width // page_size) * page_size
-        padded = chunks * width
-        own = torch.tensor([lengths[i] for i in members])
-        table = _padded(slots, members, lengths, padded)
-        rows = torch.tensor(members)
-        shape = (len(members), heads, chunks, copies, width)
-        flat = table.view(len(members), 1, chunks, 1, width) + geometry.head_offsets().view(
-            heads, 1, 1, 1
-        )
-        columns.append(flat.to(index_type).expand(shape).reshape(-1))
-        bags = rows.view(-1, 1, 1, 1) * geometry.num_heads
-        bags = bags + torch.arange(geometry.num_heads).view(heads, 1, group)
-        queries.append(bags.expand(len(members), heads, chunks, group).reshape(-1))
-        widths.append((len(members) * heads * chunks * group, width))
-        groups.append(RowGroup(rows, own, chunks, width, _padding(own, chunks, width), first))
+        rows, own = torch.tensor(members), torch.tensor([lens[row] for row in members])
+        read = members if sources is None else [sources[row] for row in members]
+        table = _padded(slots, read, own, chunks * width)
+        check_slots(table, geometry.num_slots)
+        flat = table.to(index_type).view(-1, 1, chunks, 1, width) + offsets
+        flat = flat.expand(-1, -1, -1, group if indexed else 1, -1)
+        columns.append(flat.reshape(-1))
+        bag_queries = rows.view(-1, 1, 1, 1) * geometry.num_heads + every_head
+        queries.append(bag_queries.expand(-1, -1, chunks, -1).reshape(-1))
+        bags = queries[-1].numel()
+        bounds.append(torch.arange(first, first + bags * width, width, dtype=index_type))
+        merges = merging is not None and max(members) >= merging
+        padding = _padding(own, chunks, width)
+        groups.append(RowGroup(rows, members, chunks, width, padding, first, bags, merges))
         first += columns[-1].numel()
-    per_bag = [torch.full((count,), width) for count, width in widths]
-    offsets = torch.zeros(sum(count for count, _ in widths) + 1, dtype=torch.int64)
-    if per_bag:
-        torch.cumsum(torch.cat(per_bag), 0, out=offsets[1:])
+    all_columns = torch.cat([*columns, torch.empty(0, dtype=index_type)])
+    all_queries = torch.cat([*queries, torch.empty(0, dtype=torch.int64)])
+    all_bounds = torch.cat([*bounds, torch.tensor([first], dtype=index_type)])
+    pattern = None
+    if indexed and first:
+        pattern = torch.sparse_csr_tensor(
+            all_bounds,
+            all_columns,
+            # Zeros, because the product adds 0 times the old value, which must not be NaN.
+            torch.zeros(first, dtype=torch.float32),
+            (all_queries.numel(), heads * geometry.num_slots),
+            check_invariants=False,
+        )
     return SinglePlan(
-        geometry,
-        len(lengths),
-        tuple(groups),
-        indexed,
-        torch.cat(columns) if columns else torch.empty(0, dtype=index_type),
-        offsets.to(index_type),
-        torch.cat(queries) if queries else torch.empty(0, dtype=torch.int64),
+        geometry, len(lens), tuple(groups), all_columns, all_queries, all_bounds, pattern
     )
 
 
@@ -158,7 +193,7 @@ def attend_single(
     scale: float,
     logit_cap: float = 0.0,
     want_probs: bool = False,
-) -> tuple[Tensor, list[Tensor]]:
+) -> SingleResult:
     """Attention of one-query rows over their planned slots.
 
     Args:
@@ -169,17 +204,18 @@ def attend_single(
         logit_cap: ``c`` of ``c * tanh(score / c)``; 0 for none.
         want_probs: also return the probabilities.
 
-    Returns:
-        ``[n, Hq, D]`` in the dtype of ``q``, and, if wanted, for every group of ``plan.groups``
-        its float32 probabilities ``[rows, Hkv, chunks, group, width]`` (0 at padded keys).
+    Raises:
+        ValueError: another number of rows than planned.
     """
     if q.shape[0] != plan.rows:
         raise ValueError(f"{q.shape[0]} query rows for a plan of {plan.rows}")
-    if plan.rows == 0:
-        return torch.empty_like(q), []
-    if plan.indexed:
-        return _attend_indexed(q, k, v, plan, scale, logit_cap, want_probs)
-    return _attend_gathered(q, k, v, plan, scale, logit_cap, want_probs)
+    result = SingleResult(torch.empty_like(q), torch.empty(q.shape[:2]), [])
+    if plan.pattern is not None:
+        _attend_indexed(q, k, v, plan, scale, logit_cap, want_probs, result)
+    else:
+        for rows in plan.groups:
+            _attend_gathered(q, k, v, plan, rows, scale, logit_cap, want_probs, result)
+    return result
 
 
 def _attend_indexed(
@@ -190,49 +226,45 @@ def _attend_indexed(
     scale: float,
     logit_cap: float,
     want_probs: bool,
-) -> tuple[Tensor, list[Tensor]]:
-    heads, num_slots, dim = k.shape
+    result: SingleResult,
+) -> None:
+    heads, _, dim = k.shape
     group = plan.geometry.group
     folded = q.reshape(-1, dim).index_select(0, plan.queries)
-    values = torch.zeros(plan.columns.numel(), dtype=torch.float32)
-    pattern = torch.sparse_csr_tensor(
-        plan.offsets,
-        plan.columns,
-        values,
-        (plan.queries.numel(), heads * num_slots),
-        check_invariants=False,
-    )
     torch.sparse.sampled_addmm(
-        pattern, folded, k.view(-1, dim).t(), beta=0.0, alpha=scale, out=pattern
+        plan.pattern, folded, k.view(-1, dim).t(), beta=0.0, alpha=scale, out=plan.pattern
     )
-    scores = pattern.values()
-    sums: list[Tensor] = []
-    probs: list[Tensor] = []
+    assert plan.pattern is not None
+    scores = plan.pattern.values()
+    weights = torch.empty_like(scores)
+    shares: list[Tensor | None] = []
     for rows in plan.groups:
-        shape = (rows.rows.numel(), heads, rows.chunks, group, rows.width)
-        part = scores[rows.first : rows.first + _volume(shape)].view(shape)
+        shape = (len(rows.members), heads, rows.chunks, group, rows.width)
+        span = slice(rows.first, rows.first + math.prod(shape))
+        part, probs = scores[span].view(shape), weights[span].view(shape)
         _shape_scores(part, rows, logit_cap)
-        part.sub_(part.amax((2, 4), keepdim=True)).exp_()
-        sums.append(part.sum((2, 4)))
-        probs.append(part)
-    bags = torch.embedding_bag(
-        v.view(-1, dim), plan.columns, plan.offsets, False, 0, False, scores, True
+        torch.softmax(part, dim=-1, out=probs)
+        share = None
+        if rows.chunks > 1 or rows.merges:
+            # The largest score and its probability give the log-sum-exp without another exp.
+            lse = part.amax(-1) - probs.amax(-1).log_()
+            if rows.merges:
+                result.lse[rows.rows] = torch.logsumexp(lse, dim=2).flatten(1)
+            if rows.chunks > 1:
+                share = torch.softmax(lse, dim=2).unsqueeze(-1)
+        shares.append(share)
+        if want_probs:
+            result.probs.append(probs if share is None else probs * share)
+    sums = torch.embedding_bag(
+        v.view(-1, dim), plan.columns, plan.offsets, False, 0, False, weights, True
     )[0]
-    out = torch.empty_like(q)
     first = 0
-    for rows, total in zip(plan.groups, sums, strict=True):
-        count = rows.rows.numel()
-        size = count * heads * rows.chunks * group
-        part = bags[first : first + size].view(count, heads, rows.chunks, group, dim)
-        merged = part.sum(2) if rows.chunks > 1 else part.squeeze(2)
-        out[rows.rows] = merged.div_(total.unsqueeze(-1)).view(count, -1, dim)
-        first += size
-    if not want_probs:
-        return out, []
-    return out, [
-        p.div_(total.view(*total.shape[:2], 1, group, 1))
-        for p, total in zip(probs, sums, strict=True)
-    ]
+    for rows, share in zip(plan.groups, shares, strict=True):
+        part = sums[first : first + rows.bags].view(-1, heads, rows.chunks, group, dim)
+        if share is not None:
+            part = (part * share).sum(2)
+        result.out[rows.rows] = part.reshape(len(rows.members), -1, dim)
+        first += rows.bags
 
 
 def _attend_gathered(
@@ -240,29 +272,27 @@ def _attend_gathered(
     k: Tensor,
     v: Tensor,
     plan: SinglePlan,
+    rows: RowGroup,
     scale: float,
     logit_cap: float,
     want_probs: bool,
-) -> tuple[Tensor, list[Tensor]]:
+    result: SingleResult,
+) -> None:
     heads, _, dim = k.shape
-    group = plan.geometry.group
-    out = torch.empty_like(q)
-    probs: list[Tensor] = []
-    for rows in plan.groups:
-        count = rows.rows.numel()
-        size = count * heads * rows.width
-        columns = plan.columns[rows.first : rows.first + size]
-        x = q[rows.rows].view(count * heads, group, dim).float() * scale
-        keys = k.view(-1, dim).index_select(0, columns).view(-1, rows.width, dim)
-        scores = torch.bmm(x, keys.float().transpose(1, 2))
-        shaped = scores.view(count, heads, 1, group, rows.width)
-        _shape_scores(shaped, rows, logit_cap)
-        part = torch.softmax(scores, dim=-1)
-        values = v.view(-1, dim).index_select(0, columns).view(-1, rows.width, dim)
-        out[rows.rows] = torch.bmm(part.to(values.dtype), values).view(count, -1, dim)
-        if want_probs:
-            probs.append(part.view(shaped.shape))
-    return out, probs
+    count, group = len(rows.members), plan.geometry.group
+    columns = plan.columns[rows.first : rows.first + count * heads * rows.width]
+    x = q[rows.rows].view(count * heads, group, dim).float() * scale
+    keys = k.view(-1, dim).index_select(0, columns).view(-1, rows.width, dim)
+    scores = torch.bmm(x, keys.float().transpose(1, 2))
+    shape = (count, heads, 1, group, rows.width)
+    _shape_scores(scores.view(shape), rows, logit_cap)
+    probs = torch.softmax(scores, dim=-1)
+    values = v.view(-1, dim).index_select(0, columns).view(-1, rows.width, dim)
+    result.out[rows.rows] = torch.bmm(probs.to(values.dtype), values).view(count, -1, dim)
+    if rows.merges:
+        result.lse[rows.rows] = torch.logsumexp(scores, dim=-1).view(count, -1)
+    if want_probs:
+        result.probs.append(probs.view(shape))
 
 
 def _shape_scores(scores: Tensor, rows: RowGroup, logit_cap: float) -> None:
@@ -271,30 +301,41 @@ def _shape_scores(scores: Tensor, rows: RowGroup, logit_cap: float) -> None:
         scores.div_(logit_cap).tanh_().mul_(logit_cap)
     if rows.padding is not None:
         tail = rows.chunks - rows.padding.shape[2]
-        scores[:, :, tail:].masked_fill_(rows.padding, float("-inf"))
+        scores[:, :, tail:].masked_fill_(rows.padding, _MASKED)
 
 
 def _by_length(lengths: Sequence[int]) -> list[list[int]]:
     """Group row indices by similar length, shortest first; the last of a group is its longest."""
     groups: list[list[int]] = []
+    limit = -1.0
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if groups and lengths[index] <= lengths[groups[-1][0]] * (1 + MAX_PADDING):
+        if lengths[index] <= limit:
             groups[-1].append(index)
         else:
             groups.append([index])
+            limit = lengths[index] + max(MAX_PADDING * lengths[index], MAX_PADDED_KEYS)
     return groups
 
 
 def _padded(
-    slots: Tensor | Sequence[Tensor], members: list[int], lengths: Sequence[int], width: int
+    slots: Tensor | Sequence[Tensor], sources: list[int], lens: Tensor, width: int
 ) -> Tensor:
-    """Slots ``[len(members), width]``; a row is padded with its own first slot."""
-    table = torch.empty(len(members), width, dtype=torch.int64)
-    for row, member in enumerate(members):
-        length = lengths[member]
-        table[row, :length] = slots[member][:length]
-        table[row, length:] = table[row, 0]
-    return table
+    """Slots of the rows ``[n, width]``; a row is padded with its own first slot."""
+    unique = sorted(set(sources))
+    if isinstance(slots, Tensor):
+        table = slots[torch.tensor(unique), :width]
+    else:
+        table = pad_sequence([slots[source][:width] for source in unique], batch_first=True)
+    table = torch.nn.functional.pad(table, (0, width - table.shape[1]))
+    if len(unique) != len(sources) or unique != sources:
+        where = {source: row for row, source in enumerate(unique)}
+        table = table[torch.tensor([where[source] for source in sources])]
+    return torch.where(torch.arange(width) < lens.unsqueeze(1), table, table[:, :1])
+
+
+def _chunks(longest: int, bags: int) -> int:
+    """Chunks per row, so that few rows still give every thread several bags."""
+    return max(1, min(-(-4 * torch.get_num_threads() // bags), longest // MIN_CHUNK))
 
 
 def _padding(lens: Tensor, chunks: int, width: int) -> Tensor | None:
@@ -305,7 +346,3 @@ def _padding(lens: Tensor, chunks: int, width: int) -> Tensor | None:
     tail = shortest // width
     keys = torch.arange(tail * width, chunks * width).view(1, 1, -1, 1, width)
     return keys >= lens.view(-1, 1, 1, 1, 1)
-
-
-def _volume(shape: tuple[int, ...]) -> int:
-    return shape[0] * shape[1] * shape[2] * shape[3] * shape[4]

@@ -32,15 +32,15 @@ class TorchMixedAttention:
         num_heads: query heads.
         req_to_token: ``[num_slots, width]`` KV slot of each position of each request.
         pool: KV pool with ``head_major(layer_id)``.
+
+    Attributes:
         context: sparse contexts, or None where no row ever drafts.
     """
 
-    def __init__(
-        self, *, num_heads: int, req_to_token: Tensor, pool: Any, context: SparseContext | None
-    ) -> None:
+    def __init__(self, *, num_heads: int, req_to_token: Tensor, pool: Any) -> None:
         self._table = req_to_token
         self._pool = pool
-        self._context = context
+        self.context: SparseContext | None = None
         keys, _ = pool.head_major(pool.start_layer)
         self._geometry = Geometry(num_heads, keys.shape[0], keys.shape[1])
         self._dtype = keys.dtype
@@ -70,7 +70,7 @@ class TorchMixedAttention:
         if self._full_plan is not None:
             self._attend_full(layer, q, k, v, out)
         if self._sparse_plan is not None:
-            context = self._context
+            context = self.context
             if context is not None and context.draft_rows_vote(layer.layer_id):
                 self._attend_refresh(layer, q, k, v, out)
             else:
@@ -85,7 +85,7 @@ class TorchMixedAttention:
         assert plan is not None
         whole = not self._draft_rows
         queries = q if whole else q[self._full_tokens]
-        context = self._context
+        context = self.context
         if context is not None and context.full_rows_vote(layer.layer_id):
             # The first query of a verify speaks for the bonus token, the last for the newest
             # draft; of a prefill only the last is worth asking.
@@ -110,7 +110,7 @@ class TorchMixedAttention:
             out[self._full_tokens] = part
 
     def _attend_refresh(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        context = self._context
+        context = self.context
         assert context is not None
         if self._refresh_plan is None:
             self._refresh_plan = self._plan_full(self._draft_rows)
@@ -130,8 +130,8 @@ class TorchMixedAttention:
             self._sparse_plan = self._plan_sparse()
 
     def _vote(self, rows: list[int], scores: list[Tensor]) -> None:
-        assert self._context is not None
-        self._context.vote(
+        assert self.context is not None
+        self.context.vote(
             torch.tensor([self._rows.slots[row] for row in rows]),
             torch.nn.utils.rnn.pad_sequence(scores, batch_first=True),
             torch.tensor([self._rows.context_lens[row] for row in rows]),
@@ -142,15 +142,15 @@ class TorchMixedAttention:
             self._table[self._rows.slots[row], : self._rows.context_lens[row]].long()
             for row in rows
         ]
-        page_size = self._context.selection.page_size if self._context is not None else 16
+        page_size = self.context.selection.page_size if self.context is not None else 16
         q_lens = [self._rows.q_lens[row] for row in rows]
         return plan_full(slots, q_lens, self._geometry, self._dtype, page_size)
 
     def _plan_sparse(self) -> SinglePlan:
-        assert self._context is not None
+        assert self.context is not None
         slots = torch.tensor([self._rows.slots[row] for row in self._draft_rows])
         queries = torch.tensor([self._rows.context_lens[row] - 1 for row in self._draft_rows])
-        positions, lens = self._context.lists.draft_positions(slots, queries)
+        positions, lens = self.context.lists.draft_positions(slots, queries)
         table = self._table[slots[:, None], positions].long()
         return plan_sparse(table, lens, self._geometry, self._dtype)
 

@@ -18,6 +18,8 @@ class TorchCpuPlatform(SRTPlatform):
     def apply_server_args_defaults(self, server_args) -> None:
         # Event streams do not exist on a CPU, so there is nothing to overlap with.
         server_args.disable_overlap_schedule = True
+        # An idle scheduler would otherwise poll on a core that computes for others.
+        server_args.sleep_on_idle = True
 
     def get_default_attention_backend(self) -> str:
         return "aspire"

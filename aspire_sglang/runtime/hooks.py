@@ -15,7 +15,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from aspire_sglang import cpu_platform
-from aspire_sglang.cpu_platform import substitutes
+from aspire_sglang.cpu_platform import substitutes, weights
 from aspire_sglang.runtime import arguments, introspection, requests, results
 
 _SRT = "sglang.srt."
@@ -88,6 +88,12 @@ HOOKS = (
         "adds the block 'aspire' to /server_info",
     ),
     Hook(
+        "managers.scheduler.Scheduler.set_internal_state",
+        HookType.AROUND,
+        introspection.reload_config,
+        "lets a running server take a changed configuration; SGLang accepts a fixed list of keys",
+    ),
+    Hook(
         "utils.common.support_triton",
         HookType.REPLACE,
         substitutes.support_triton,
@@ -100,6 +106,29 @@ HOOKS = (
         substitutes.assign_req_to_token_pool,
         "a Triton kernel without a CPU version outside SGLang's own CPU engine",
         cpu_only=True,
+    ),
+    Hook(
+        "model_executor.model_runner.ModelRunner.load_model",
+        HookType.AFTER,
+        weights.pack_loaded_model,
+        "PyTorch's plain linear is two to three times slower than oneDNN's packed one for the few "
+        "rows of a decode step",
+        cpu_only=True,
+    ),
+    *(
+        Hook(
+            f"model_executor.model_runner_components.weight_updater.WeightUpdater.{name}",
+            HookType.AFTER,
+            weights.repack_updated_model,
+            "packed weights are copies and must follow an update of the originals",
+            cpu_only=True,
+        )
+        for name in (
+            "update_weights_from_disk",
+            "update_weights_from_distributed",
+            "update_weights_from_tensor",
+            "update_weights_from_ipc",
+        )
     ),
 )
 
@@ -141,7 +170,7 @@ def verify_hooks() -> None:
         except AttributeError:
             missing.append(f"{hook.target} (not found)")
             continue
-        if found.__code__.co_filename != _WRAPPER_FILE:
+        if inspect.getsourcefile(found.__code__) != _WRAPPER_FILE:
             missing.append(f"{hook.target} (not patched)")
     if missing:
         raise RuntimeError(

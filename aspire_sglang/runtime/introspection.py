@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
 from aspire_sglang.runtime.arguments import is_aspire
+
+logger = logging.getLogger(__name__)
+
+RELOAD_KEY = "aspire_reload_config"
 
 
 def draft_summary(draft_lengths: list[int]) -> dict[str, Any]:
@@ -48,3 +55,19 @@ def describe_server(original: Callable[..., Any], scheduler: Any, recv_req: Any)
     if is_aspire(scheduler.server_args):
         output.internal_state["aspire"] = scheduler.draft_worker.telemetry.snapshot()
     return output
+
+
+def reload_config(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """AROUND ``Scheduler.set_internal_state``: ``{"server_args": {"aspire_reload_config": 1}}``
+    reads the configuration file again; a file that cannot be used changes nothing."""
+    if RELOAD_KEY not in recv_req.server_args or not is_aspire(scheduler.server_args):
+        return original(scheduler, recv_req)
+    others = {key: value for key, value in recv_req.server_args.items() if key != RELOAD_KEY}
+    try:
+        scheduler.draft_worker.reload_config()
+    except ValueError as fault:
+        logger.warning("ASPIRE: configuration not reloaded: %s", fault)
+        return SetInternalStateReqOutput(updated=False)
+    if others:
+        return original(scheduler, type(recv_req)(server_args=others))
+    return SetInternalStateReqOutput(updated=True)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from aspire_sglang.config import AspireConfig
+
 
 @dataclass(slots=True)
 class RequestStats:
@@ -35,9 +37,8 @@ class Telemetry:
     A *mixed* step holds at least one draft and one verify row.
     """
 
-    def __init__(self, requests_kept: int, settings: dict[str, Any]) -> None:
-        self._kept = requests_kept
-        self._settings = settings
+    def __init__(self, config: AspireConfig) -> None:
+        self.config = config
         self._requests: OrderedDict[str, RequestStats] = OrderedDict()
         self.totals: Counter[str] = Counter()
         self.draft_lengths: Counter[int] = Counter()
@@ -55,7 +56,7 @@ class Telemetry:
     def started(self, rid: str) -> RequestStats:
         """Open the statistics of a new request; an earlier one of the same id is forgotten."""
         stats = self._requests[rid] = RequestStats()
-        while len(self._requests) > self._kept:
+        while len(self._requests) > self.config.requests_kept:
             self._requests.popitem(last=False)
         return stats
 
@@ -77,6 +78,6 @@ class Telemetry:
             "mixed_step_fraction": self.totals["mixed_steps"] / steps if steps else 0.0,
             "draft_lengths": {str(n): c for n, c in sorted(self.draft_lengths.items())},
             "cost_model": self.cost(),
-            "settings": self._settings,
+            "settings": self.config.model_dump(),
             "requests": {rid: stats.summary() for rid, stats in self._requests.items()},
         }

@@ -15,7 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from aspire_sglang.config import describe, load_config
+from aspire_sglang.config import AspireConfig, ConfigError, describe, load_config
 from aspire_sglang.runtime.batching import StepPlan, build_plan
 from aspire_sglang.runtime.cost import RunningCost
 from aspire_sglang.runtime.draft_state import DraftState, SlotState
@@ -26,7 +26,7 @@ from aspire_sglang.runtime.results import VERIFIED_ROWS
 from aspire_sglang.runtime.sampler import StepSampler
 from aspire_sglang.runtime.spec_inputs import MixedForwardInput, NextStepInput
 from aspire_sglang.runtime.telemetry import Telemetry
-from aspire_sglang.speculation.acceptance import make_estimator
+from aspire_sglang.speculation.acceptance import AcceptanceEstimator, make_estimator
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +43,12 @@ class AspireWorker(BaseSpecWorker):
         super().__init__()
         verify_hooks()
         self._target_worker = target_worker
-        self.config = load_config()
-        self.gamma_max: int = server_args.speculative_num_steps
-        self.speculative_num_steps = self.gamma_max
-        self.speculative_num_draft_tokens = self.gamma_max + 1
+        # The flag, which carries the file's gamma_max unless the user gave another, sizes buffers.
+        self.speculative_num_steps: int = server_args.speculative_num_steps
+        self.speculative_num_draft_tokens = self.speculative_num_steps + 1
         self.context_len: int = target_worker.model_runner.model_config.context_len
-        self.telemetry = Telemetry(
-            self.config.requests_kept, self.config.model_dump() | {"gamma_max": self.gamma_max}
-        )
+        self.config = self._effective(load_config())
+        self.telemetry = Telemetry(self.config)
         logger.info("ASPIRE: %s", describe(self.config))
 
     @property
@@ -62,28 +60,58 @@ class AspireWorker(BaseSpecWorker):
     def model_runner(self) -> Any:
         return self.target_worker.model_runner
 
+    @property
+    def gamma_max(self) -> int:
+        """Most drafts before a verify."""
+        return self.config.gamma_max
+
+    def _effective(self, config: AspireConfig) -> AspireConfig:
+        return config.model_copy(update={"gamma_max": self.speculative_num_steps})
+
     # -- start-up, in the order in which SGLang calls it --
 
     def alloc_memory_pool(self, req_to_token_pool: Any = None, **kwargs: Any) -> None:
         super().alloc_memory_pool(req_to_token_pool=req_to_token_pool, **kwargs)
-        acceptance = self.config.scheduler.acceptance
-        prior = {"ema": "start", "beta": "prior_rate"}[acceptance.kind]
         self.state = DraftState(
             num_slots=req_to_token_pool.req_to_token.shape[0],
             gamma_max=self.gamma_max,
             device=req_to_token_pool.req_to_token.device,
-            make_acceptance=lambda: make_estimator(acceptance.kind, **{prior: acceptance.prior}),
+            make_acceptance=self._new_estimator,
         )
 
     def init_cuda_graphs(self) -> None:
         """Last call before serving: fit the step costs and print what was decided."""
-        context = self.model_runner.attn_backend.context
         self.cost = RunningCost(profile_steps(self) if self.config.cost_profile else ())
-        self.modes = ModeScheduler(self.config.scheduler, self.gamma_max, context, self.cost)
         self.sampler = StepSampler(self.state)
         self.telemetry.cost = self.cost.report
-        logger.info("ASPIRE: sparse context: %s", context.describe())
+        self._apply_config()
         logger.info("ASPIRE: step cost: %s", self.cost.describe())
+
+    def _apply_config(self) -> None:
+        context = self.model_runner.attn_backend.configure_context(self.config.context)
+        self.modes = ModeScheduler(self.config.scheduler, self.gamma_max, context, self.cost)
+        self.telemetry.config = self.config
+        logger.info("ASPIRE: sparse context: %s", context.describe())
+
+    def _new_estimator(self) -> AcceptanceEstimator:
+        settings = self.config.scheduler.acceptance
+        prior = {"ema": "start", "beta": "prior_rate"}[settings.kind]
+        return make_estimator(settings.kind, **{prior: settings.prior})
+
+    def reload_config(self) -> None:
+        """Read the file given as ``--aspire-config`` again and use it from the next step on.
+
+        Raises:
+            ConfigError: the file is not valid, or asks for longer drafts than the buffers hold.
+        """
+        config = load_config()
+        if config.gamma_max > self.speculative_num_steps:
+            raise ConfigError(
+                f"gamma_max {config.gamma_max} needs a restart: this server holds at most "
+                f"{self.speculative_num_steps} drafts per request"
+            )
+        self.config = config
+        self._apply_config()
 
     # -- serving --
 
@@ -91,10 +119,8 @@ class AspireWorker(BaseSpecWorker):
         self, batch: Any, on_publish: Any = None, **_: Any
     ) -> GenerationBatchResult:
         """One scheduler step; see ``sglang.srt.managers.scheduler.Scheduler.run_batch``."""
-        if batch.forward_mode.is_extend():
-            result = self._prefill(batch)
-        else:
-            result = self._decode(batch)
+        step = self._prefill if batch.forward_mode.is_extend() else self._decode
+        result = step(batch)
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         return result

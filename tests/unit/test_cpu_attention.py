@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aspire_sglang.attention import cpu_runs, cpu_single
+from aspire_sglang.attention import cpu_many, cpu_plan, cpu_runs, cpu_single
 from aspire_sglang.attention.cpu_kernels import (
     Geometry,
     Vote,
@@ -132,20 +132,51 @@ def test_logit_cap() -> None:
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "scattered", "busy"])
-@pytest.mark.parametrize(("length", "queries"), [(300, 300), (1500, 290), (700, 1), (513, 129)])
-def test_prefill_chunks(kind: str, length: int, queries: int) -> None:
-    run_full([(kind, length, queries)], 3, 64)
+@pytest.mark.parametrize(("length", "queries"), [(300, 300), (1500, 290), (513, 129), (601, 48)])
+@pytest.mark.parametrize("cap", [0.0, 4.0])
+def test_prefill_chunks(kind: str, length: int, queries: int, cap: float) -> None:
+    run_full([(kind, length, queries)], 3, 64, cap=cap)
 
 
-def test_small_score_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces split by the budget give the same result."""
-    monkeypatch.setattr(cpu_runs, "SCORE_BUDGET", 3 * 5 * 300)
-    run_full([("busy", 1100, 5), ("contiguous", 900, 5), ("scattered", 400, 150)], 3, 64)
+def test_prefill_without_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_plan, "flash_available", lambda: False)
+    run_full([("busy", 700, 290), ("busy", 700, 60)], 3, 64)
+
+
+def test_prefill_bfloat16() -> None:
+    run_full([("busy", 700, 290)], 3, 64, torch.bfloat16)
+
+
+@pytest.mark.parametrize("index", [0, 10**9])
+@pytest.mark.parametrize("budget", [3 * 5 * 300, 1 << 23])
+def test_pieces_and_tails(monkeypatch: pytest.MonkeyPatch, budget: int, index: int) -> None:
+    """However keys are split over pieces, gathers and tails, the result is the same."""
+    monkeypatch.setattr(cpu_runs, "SCORE_BUDGET", budget)
+    monkeypatch.setattr(cpu_many, "SCORE_BUDGET", budget)
+    monkeypatch.setattr(cpu_runs, "MAX_INDEXED", index)
+    for module in (cpu_runs, cpu_many):
+        monkeypatch.setattr(module, "MIN_VIEW", 64)
+    rows = [("busy", 1000, 5), ("contiguous", 700, 5), ("scattered", 350, 40), ("busy", 60, 7)]
+    run_full(rows, 3, 64)
+    run_full(rows[:1], 8, 64)
+
+
+def test_prefix_of_several_runs() -> None:
+    """Two long runs with scattered slots between and behind them, own tokens in a third."""
+    ranges = [(0, 500, 1), (501, 540, 2), (600, 1100, 1), (1200, 1230, 1)]
+    slots = torch.cat([torch.arange(*bounds) for bounds in ranges])
+    geometry = Geometry(6, 2, NUM_SLOTS)
+    k, v = make_pool(2, 64, [slots], torch.float32)
+    for queries in (1, 3, 20, 30, 45, 60, 600):
+        q = torch.randn(queries, 6, 64)
+        out = full_attention(q, k, v, plan_full([slots], [queries], geometry), 0.125)
+        want, _ = dense(q, k, v, slots, 0.125)
+        torch.testing.assert_close(out.double(), want, **TOL32)
 
 
 def test_chunked_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_single, "CHUNK", 48)
-    run_full([("busy", 611, 1), ("contiguous", 600, 1), ("scattered", 1, 1)], 3, 64)
+    monkeypatch.setattr(cpu_single, "_chunks", lambda longest, bags: -(-longest // 48))
+    run_full([("busy", 611, 1), ("contiguous", 550, 1), ("scattered", 1, 1)], 3, 64)
 
 
 @pytest.mark.parametrize("group", [1, 3, 8])
@@ -207,6 +238,11 @@ def test_errors() -> None:
         plan_sparse(slots.view(1, 4), torch.tensor([0]), geometry)
     with pytest.raises(ValueError, match="in a table of"):
         plan_sparse(slots.view(1, 4), torch.tensor([5]), geometry)
+    for bad in (-1, NUM_SLOTS):
+        with pytest.raises(ValueError, match="in a pool of"):
+            plan_sparse(torch.tensor([[3, bad]]), torch.tensor([2]), geometry)
+        with pytest.raises(ValueError, match="in a pool of"):
+            plan_full([torch.tensor([3, bad])], [2], geometry)
     plan = plan_full([slots], [2], geometry)
     k, v = make_pool(2, 64, [slots], torch.float32)
     q = torch.randn(2, 6, 64)

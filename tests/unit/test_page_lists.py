@@ -93,6 +93,14 @@ def test_budget_that_covers_the_context_reads_everything(length, growth, listed,
     assert read(lists, [0], [position]) == [list(range(position + 1))]
 
 
+def test_context_that_shrank_into_its_budget_reads_everything():
+    config = SelectionConfig(page_size=4, min_pages=6, ratio=0.0, sink_pages=1, last_pages=1)
+    lists = PageLists(1, 6, config)
+    lists.set(torch.tensor([0]), select_pages(torch.rand(1, 8), torch.tensor([32]), config))
+    assert read(lists, [0], [23]) == [list(range(24))]
+    assert read(lists, [0], [22]) == [list(range(23))]
+
+
 def small_lists():
     config = SelectionConfig(page_size=4, min_pages=4, ratio=0.0, sink_pages=1, last_pages=1)
     lists = PageLists(4, 6, config)

@@ -1,0 +1,20 @@
+# Every target is one script that also runs without make.
+.PHONY: demo serve test check bench clean
+
+demo: ## ASPIRE against plain decoding on a real model; writes demo-report.json
+	@bench/demo.sh
+
+serve: ## the demo's model with ASPIRE on port 30000, until Ctrl-C
+	@bench/serve.sh
+
+test: ## unit tests and tests against a real SGLang server
+	@tests/run.sh
+
+check: ## style and types
+	@bench/check.sh
+
+bench: ## speed of ASPIRE against plain decoding on this machine
+	@bench/bench.sh
+
+clean: ## remove the virtual environment and all build products
+	@bench/clean.sh

@@ -1,0 +1,22 @@
+"""When the model's linear weights are packed for the CPU, and when they must be packed anew."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from aspire_sglang.cpu_platform.packed_linear import measure_packing, pack_model, repack
+
+logger = logging.getLogger(__name__)
+
+
+def pack_loaded_model(result: None, runner: Any) -> None:
+    """AFTER ``ModelRunner.load_model``: pack the linears where a measurement says it pays."""
+    report = measure_packing(runner.dtype)
+    layers = pack_model(runner.model) if report.pays else 0
+    logger.info("aspire-cpu: packed %d linear layers for oneDNN (%s)", layers, report)
+
+
+def repack_updated_model(result: Any, updater: Any, *_: Any, **__: Any) -> None:
+    """AFTER each ``WeightUpdater.update_weights_*``: packed copies follow the new weights."""
+    repack(updater.get_model())

@@ -1,0 +1,107 @@
+"""Two servers on one model, started once: plain decoding, and ASPIRE with the same settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bench.server import Server, aspire_args, plain_args
+from bench.smollm2 import model_path
+from tests.server.client import Client
+
+# SGLang's own checks: every busy step verifies that no KV slot is lost.
+CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+COMMON = ("--enable-metrics", "--enable-cache-report")
+
+DRAFTING = {"scheduler": {"policy": "staggered", "gamma": 5}}
+"""Drafts at every length, also where plain decoding would be faster: tests need speculation."""
+
+FULL = {"context": {"ratio": 1.0}}
+"""The budget covers every context, so drafts equal the target and nearly all are accepted."""
+
+TINY = {
+    "context": {"page_size": 1, "sink_pages": 0, "last_pages": 2, "min_pages": 2, "ratio": 0.01}
+}
+"""Draft rows see two or three tokens, so most drafts are rejected."""
+
+
+class Aspire(Client):
+    """The speculating server, whose configuration a test may change while it runs."""
+
+    config_file: Path
+
+    def configure(self, *parts: dict[str, Any]) -> None:
+        """Use the given settings, later ones over earlier ones, and defaults for the rest."""
+        merged: dict[str, Any] = {}
+        for part in parts:
+            for key, value in part.items():
+                merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
+        self.config_file.write_text(yaml.safe_dump(merged))
+        body = {"server_args": {"aspire_reload_config": 1}}
+        assert self.post(body, "/set_internal_state").json() == [True]
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    return model_path()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kept = os.environ.get("ASPIRE_TEST_LOGS")
+    return Path(kept) if kept else tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="session")
+def servers(model: Path, logs: Path, tokenizer: Any) -> Iterator[tuple[Client, Aspire]]:
+    config = logs / "aspire.yaml"
+    config.write_text("")
+    args = plain_args(model, max_total_tokens=48000, max_running_requests=48, extra=COMMON)
+    plain = Server(args, log=logs / "plain.log", name="plain server", env=CHECKS)
+    aspire = Server(aspire_args(args, config), log=logs / "aspire.log", name="ASPIRE", env=CHECKS)
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        for server in (plain, aspire):
+            stack.callback(server.stop)
+            server.start()
+        list(pool.map(Server.wait_ready, (plain, aspire)))
+        speculating = Aspire(aspire, True, tokenizer)
+        speculating.config_file = config
+        yield Client(plain, False, tokenizer), speculating
+
+
+@pytest.fixture
+def plain(servers: tuple[Client, Aspire]) -> Client:
+    client = servers[0]
+    client.answers.clear()
+    return client
+
+
+@pytest.fixture
+def aspire(servers: tuple[Client, Aspire]) -> Iterator[Aspire]:
+    """The speculating server with default settings; checks the invariants afterwards."""
+    client = servers[1]
+    client.answers.clear()
+    client.configure()
+    yield client
+    client.assert_invariants()
+
+
+def speculated(answers: dict[str, Any] | list[dict[str, Any]]) -> None:
+    """I4: a test in which nothing was drafted proves nothing."""
+    listed = answers if isinstance(answers, list) else [answers]
+    drafts = sum(answer["meta_info"].get("aspire", {}).get("draft_steps", 0) for answer in listed)
+    assert drafts > 0, "void: speculation did not run"

@@ -1,0 +1,145 @@
+"""At temperature > 0 the tokens follow the target's distribution (B03, B04, B05)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from tests.server.client import Client
+from tests.server.conftest import DRAFTING, TINY, Aspire, speculated
+from tests.server.prompts import PROSE
+
+SAMPLES = 3000
+LISTED = 4000
+"""Log-probabilities asked for per position; the rest of the vocabulary is one pooled cell."""
+
+CELLS = {
+    "temperature 1": {"temperature": 1.0},
+    "temperature 0.6, top-p 0.9": {"temperature": 0.6, "top_p": 0.9},
+    "top-k 5": {"temperature": 1.0, "top_k": 5},
+    "min-p 0.1": {"temperature": 1.0, "min_p": 0.1},
+}
+
+
+def target(plain: Client, ids: list[int], sampling: dict[str, float]) -> dict[int, float]:
+    """Probabilities of the next token after ``ids``, from plain decoding's log-probabilities."""
+    meta = plain.generate(
+        ids, max_new_tokens=1, temperature=1.0, return_logprob=True, top_logprobs_num=LISTED
+    )["meta_info"]
+    entries = [(entry[0], entry[1]) for entry in meta["output_top_logprobs"][0]]
+    logits = np.array([logprob for logprob, _ in entries]) / sampling["temperature"]
+    p = np.exp(logits)
+    # At temperature 1 the mass outside the list is known; below, it is negligible.
+    p /= 1.0 if sampling["temperature"] == 1.0 else p.sum()
+    before = np.cumsum(p) - p
+    keep = np.arange(len(p)) < sampling.get("top_k", len(p))
+    keep &= before <= sampling.get("top_p", 1.0)
+    keep &= p >= sampling.get("min_p", 0.0) * p.max()
+    filtered = set(sampling) - {"temperature"}
+    kept = p * keep
+    kept /= kept.sum() if filtered else 1.0
+    return {token: float(q) for (_, token), q in zip(entries, kept, strict=True) if q > 0}
+
+
+def assert_follows(counts: Counter[int], p: dict[int, float]) -> None:
+    """Chi-square over the tokens expected at least 5 times, all others pooled."""
+    total = sum(counts.values())
+    assert total >= 300, f"only {total} samples"
+    outside = [token for token in counts if token not in p]
+    if sum(p.values()) > 1 - 1e-6:
+        assert not outside, f"tokens outside the target's support: {outside}"
+    likely = [token for token, q in p.items() if q * total >= 5]
+    observed = [counts[token] for token in likely]
+    expected = [p[token] * total for token in likely]
+    observed.append(total - sum(observed))
+    expected.append(total - sum(expected))
+    if expected[-1] < 5:
+        observed[-2:] = [sum(observed[-2:])]
+        expected[-2:] = [sum(expected[-2:])]
+    if len(observed) > 1:
+        assert chisquare(observed, expected).pvalue > 0.001
+
+
+def draw(aspire: Aspire, sampling: dict[str, float]) -> list[list[int]]:
+    """First four tokens of many outputs: one from the prefill, three from verified runs."""
+    body = {
+        "input_ids": aspire.ids(PROSE),
+        "sampling_params": {"n": 250, "max_new_tokens": 4, "ignore_eos": True, **sampling},
+    }
+    outputs: list[dict[str, Any]] = []
+    for _ in range(SAMPLES // 250):
+        reply = aspire.post(body)
+        assert reply.status_code == 200, reply.text
+        outputs += reply.json()
+    speculated(outputs)
+    return [output["output_ids"] for output in outputs]
+
+
+@pytest.mark.parametrize("context", [{}, TINY], ids=["normal", "tiny"])
+@pytest.mark.parametrize("name", CELLS)
+def test_second_and_third_token(plain, aspire, name, context):
+    sampling = CELLS[name]
+    aspire.configure(DRAFTING, {"scheduler": {"policy": "fixed", "gamma": 2}}, context)
+    runs = draw(aspire, sampling)
+    prompt = aspire.ids(PROSE)
+    prefix: list[int] = []
+    for position in range(3):
+        following = Counter(run[position] for run in runs)
+        if position:
+            assert_follows(following, target(plain, prompt + prefix, sampling))
+        # Condition on the most frequent token, as its followers are drawn most often.
+        prefix.append(following.most_common(1)[0][0])
+        runs = [run for run in runs if run[position] == prefix[-1]]
+
+
+def test_outputs_vary(plain, aspire):
+    """B03: sampled requests are not decoded greedily, alone or in a batch."""
+    aspire.configure(DRAFTING)
+    sampling = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}
+    ours = aspire.generate_all([PROSE] * 48, **sampling)
+    theirs = plain.generate_all([PROSE] * 48, **sampling)
+    speculated(ours)
+    distinct = len({a["text"] for a in ours})
+    assert distinct >= 0.9 * len({a["text"] for a in theirs})
+    by_first: dict[int, set[int]] = {}
+    for answer in ours:
+        by_first.setdefault(answer["output_ids"][0], set()).add(answer["output_ids"][1])
+    assert max(len(second) for second in by_first.values()) > 1
+    alone = {aspire.generate(PROSE, **sampling)["text"] for _ in range(4)}
+    assert len(alone) > 1
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"min_p": 1.0}, {"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-7}],
+    ids=lambda s: str(s),
+)
+def test_degenerate_filters_are_greedy(plain, aspire, sampling):
+    """B05 a-c."""
+    aspire.configure(DRAFTING)
+    expected = plain.generate(PROSE, max_new_tokens=24)
+    found = aspire.generate(PROSE, **{"temperature": 1.0, "max_new_tokens": 24, **sampling})
+    speculated(found)
+    assert found["output_ids"] == expected["output_ids"]
+
+
+def test_mixed_batch_keeps_parameters_apart(plain, aspire):
+    """Greedy requests beside sampled ones keep their text."""
+    aspire.configure(DRAFTING)
+    expected = plain.generate(PROSE, max_new_tokens=32)["output_ids"]
+    bodies = [
+        {"text": PROSE, "sampling_params": {"temperature": t, "max_new_tokens": 32, "top_p": p}}
+        for t, p in [(0, 1), (1.0, 1), (0, 1), (0.7, 0.9), (0, 1), (1.3, 0.95)]
+    ]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(6) as pool:
+        replies = list(pool.map(lambda body: aspire.post(body).json(), bodies))
+    speculated(replies)
+    for body, reply in zip(bodies, replies, strict=True):
+        if body["sampling_params"]["temperature"] == 0:
+            assert reply["output_ids"] == expected

@@ -1,0 +1,127 @@
+"""Stop conditions, limits and counts inside accepted runs (B10-B14)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.server.conftest import DRAFTING, FULL, speculated
+from tests.server.prompts import COUNT, PROSE
+
+ACCEPTING = (DRAFTING, FULL, {"scheduler": {"policy": "staggered", "gamma": 8}})
+
+
+def first_at(plain, index: int) -> tuple[list[int], int]:
+    """Ids plain decoding produces after COUNT, and one at or after ``index`` not seen before."""
+    ids = plain.generate(COUNT, max_new_tokens=64, ignore_eos=True)["output_ids"]
+    at = next(j for j in range(index, len(ids)) if ids[j] not in ids[:j])
+    return ids, at
+
+
+@pytest.mark.parametrize("cap", [4, 5, 6, 7, 8, 9, 14])
+def test_stop_token_against_length_cap(plain, aspire, cap):
+    """B11: whichever comes first wins, and nothing follows it."""
+    aspire.configure(*ACCEPTING)
+    ids, at = first_at(plain, 5)
+    options = {"stop_token_ids": [ids[at]], "max_new_tokens": cap}
+    expected, found = plain.generate(COUNT, **options), aspire.generate(COUNT, **options)
+    assert found["output_ids"] == expected["output_ids"]
+    assert found["text"] == expected["text"]
+    assert found["meta_info"]["finish_reason"] == expected["meta_info"]["finish_reason"]
+    assert len(found["output_ids"]) == min(cap, at + 1)
+
+
+@pytest.mark.parametrize("index", [3, 10, 17, 26])
+@pytest.mark.parametrize("trim", [False, True])
+def test_stop_string(plain, aspire, index, trim):
+    """B10: a stop string early in a long accepted block is found."""
+    aspire.configure(*ACCEPTING)
+    ids, at = first_at(plain, index)
+    stop = plain.tokenizer.decode(ids[at : at + 2])
+    options = {
+        "stop": [stop, "never seen", "###", "qqq"],
+        "max_new_tokens": 1000,
+        "ignore_eos": True,
+        "no_stop_trim": trim,
+    }
+    expected, found = plain.generate(COUNT, **options), aspire.generate(COUNT, **options)
+    speculated(found)
+    assert found["text"] == expected["text"]
+    assert found["meta_info"]["finish_reason"] == expected["meta_info"]["finish_reason"]
+    assert found["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+def test_stop_regex(plain, aspire):
+    aspire.configure(*ACCEPTING)
+    options = {"stop_regex": r"1[4-9]", "max_new_tokens": 400, "ignore_eos": True}
+    expected, found = plain.generate(COUNT, **options), aspire.generate(COUNT, **options)
+    speculated(found)
+    assert found["text"] == expected["text"]
+    assert found["meta_info"]["finish_reason"] == expected["meta_info"]["finish_reason"]
+
+
+@pytest.mark.parametrize("new", [0, 1, 2, 3, 6, 9])
+def test_short_outputs_and_short_prompts(plain, aspire, new):
+    """B12: prompts of one to six tokens beside a long one."""
+    aspire.configure(DRAFTING)
+    prompts = [aspire.ids(PROSE)[:n] for n in (1, 2, 3, 5, 6)] + [aspire.ids(PROSE * 30)]
+    expected = plain.generate_all(prompts, max_new_tokens=new, ignore_eos=True)
+    found = aspire.generate_all(prompts, max_new_tokens=new, ignore_eos=True)
+    for a, b in zip(expected, found, strict=True):
+        assert b["output_ids"] == a["output_ids"]
+        assert b["meta_info"]["completion_tokens"] == a["meta_info"]["completion_tokens"]
+    if new >= 3:
+        speculated(found)
+
+
+def test_eos_ends_the_text(plain, aspire):
+    """B13: counts end where the text ends."""
+    aspire.configure(*ACCEPTING)
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Say hello in one short sentence."}],
+        "max_tokens": 200,
+        "temperature": 0,
+    }
+    expected = plain.post(body, "/v1/chat/completions").json()
+    found = aspire.post(body, "/v1/chat/completions").json()
+    assert found["choices"][0]["finish_reason"] == "stop"
+    assert found["choices"][0]["message"] == expected["choices"][0]["message"]
+    assert found["usage"] == {**expected["usage"], **_cached(found)}
+    assert found["usage"]["completion_tokens"] < 200
+
+
+def _cached(reply: dict) -> dict:
+    # The two servers have different caches; all other counts must agree.
+    return {"prompt_tokens_details": reply["usage"].get("prompt_tokens_details")}
+
+
+def test_edge_of_the_context_window(plain, aspire):
+    """B14: the last positions of the window, several requests at once, neighbours untouched."""
+    aspire.configure(*ACCEPTING)
+    limit = 8192
+    base = aspire.ids(PROSE + " ") * 1100
+    margins = (9, 20, 40)
+    neighbours = [COUNT, PROSE]
+    alone = plain.generate_all(neighbours, max_new_tokens=24)
+    long = [base[: limit - margin] for margin in margins]
+    expected = plain.generate_all(long, max_new_tokens=1000, ignore_eos=True)
+    found = aspire.generate_all(
+        [*long, *(aspire.ids(n) for n in neighbours)], max_new_tokens=1000, ignore_eos=True
+    )[: len(long)]
+    short = aspire.generate_all(neighbours, max_new_tokens=24)
+    assert [a["output_ids"] for a in short] == [a["output_ids"] for a in alone]
+    for a, b in zip(expected, found, strict=True):
+        assert b["meta_info"]["finish_reason"]["type"] == "length"
+        assert b["output_ids"][:4] == a["output_ids"][:4]
+        # Speculation reserves gamma_max + 1 positions of the window.
+        room = a["meta_info"]["completion_tokens"]
+        assert room - 17 <= b["meta_info"]["completion_tokens"] <= room
+
+
+@pytest.mark.parametrize("length", [8191, 8192, 8193, 8209])
+def test_prompt_too_long(aspire, length):
+    ids = (aspire.ids(PROSE + " ") * 1100)[:length]
+    reply = aspire.post({"input_ids": ids, "sampling_params": {"max_new_tokens": 4}})
+    assert reply.status_code == 400
+    assert "context length" in reply.text
+    assert aspire.generate(COUNT, max_new_tokens=4)["meta_info"]["completion_tokens"] == 4
