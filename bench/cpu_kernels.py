@@ -12,12 +12,17 @@ with others, ``--cpu-time`` counts the CPU time of one thread, which their load 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+# Threads that wait by spinning hold up every operator for a time slice when another process wants
+# their core: on a busy machine that costs more than all the arithmetic.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import torch.nn.functional as F

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aspire_sglang.attention.cpu_chunk import Chunk, attend_chunk
-from aspire_sglang.attention.cpu_many import Block, Part, attend_block, fold, plan_blocks
+from aspire_sglang.attention.cpu_many import Part, attend_row, fold, row_probs
 from aspire_sglang.attention.cpu_plan import FullPlan, plan_full
 from aspire_sglang.attention.cpu_runs import Geometry
 from aspire_sglang.attention.cpu_single import (
@@ -95,8 +94,8 @@ def full_attention_with_scores(
     """:func:`full_attention` that also scores pages, from the same probabilities.
 
     A token's score is the ``reduction`` over query heads of its softmax probability, averaged
-    over the voting queries; a page's score is the sum over its positions. Only the voters of a
-    prefill chunk cost a second pass (over one query each).
+    over the voting queries; a page's score is the sum over its positions. One-query rows have the
+    probabilities at hand; voters of other rows cost a pass of their own over the keys.
 
     Args:
         votes: rows whose pages are wanted, and the queries that vote there.
@@ -121,30 +120,18 @@ def full_attention_with_scores(
         out[plan.single_tokens[plan.complete]] = single.out[plan.complete]
         if voters:
             scores.update(_single_scores(plan, single, voters.keys(), reduction))
-    for row, blocks in plan.blocks.items():
-        tokens = torch.zeros(plan.context[row]) if row in voters else None
-        for block, first in blocks:
-            if tokens is None and not block.cover.pieces:
-                continue  # read by index only, and written above
-            span = slice(
-                plan.starts[row] + block.start, plan.starts[row] + block.start + block.tokens
-            )
-            here = [n - block.start for n in voters.get(row, ())]
-            here = [n for n in here if 0 <= n < block.tokens]
-            tail = _tail(plan, single, block, first, here)
-            out[span], probs = attend_block(q[span], k, v, block, scale, logit_cap, here, tail)
-            if tokens is not None and probs is not None:
-                share = _reduce(probs, (0, 2), reduction).sum(0)
-                tokens[: block.cover.visible] += share / len(voters[row])
-        if tokens is not None:
-            scores[row] = _page_sums(tokens, plan.page_size)
-    for row, chunk in plan.chunks.items():
+    for row, (row_plan, first) in plan.many.items():
+        if not row_plan.prefix and row_plan.own is None and row not in voters:
+            continue  # read by index only, and written above
         span = slice(plan.starts[row], plan.starts[row] + plan.lens[row])
-        out[span] = _attend_chunk(q[span], k, v, chunk, plan.geometry, scale, logit_cap)
+        tail = _tail(plan, single, row, first)
+        out[span], lse = attend_row(q[span], k, v, row_plan, scale, logit_cap, tail)
         if row in voters:
-            tokens = _ask(
-                q[span], k, v, chunk, plan.geometry, scale, logit_cap, voters[row], reduction
-            )
+            chosen = voters[row]
+            probs = row_probs(q[span], k, row_plan, lse, chosen, scale, logit_cap)
+            if tail is not None and single is not None:
+                _add_tail_probs(probs, plan, single, row, first, chosen, tail.lse - lse)
+            tokens = _reduce(probs, (1, 2), reduction).mean(0)
             scores[row] = _page_sums(tokens, plan.page_size)
     return out, [scores[vote.row] for vote in votes]
 
@@ -232,71 +219,43 @@ def _single_scores(
     return scores
 
 
-def _tail(
-    plan: FullPlan, single: SingleResult | None, block: Block, first: int, votes: list[int]
-) -> Part | None:
-    """The part of a block that was read by index, from the one-query rows that hold it."""
-    positions = block.cover.tail
-    if positions is None or single is None or plan.single is None:
+def _tail(plan: FullPlan, single: SingleResult | None, row: int, first: int) -> Part | None:
+    """The part of a row that was read by index, from the one-query rows that hold it."""
+    if first < 0 or single is None:
         return None
+    rows = slice(first, first + plan.lens[row])
     kv_heads = plan.geometry.num_kv_heads
-    rows = slice(first, first + block.tokens)
-    out = fold(single.out[rows].float(), kv_heads)
     lse = fold(single.lse[rows].unsqueeze(-1), kv_heads).squeeze(-1)
-    probs = None
-    if votes:
-        shape = (len(votes), kv_heads, plan.geometry.group, positions.numel())
-        probs = torch.zeros(shape)
-        for group, values in zip(plan.single.groups, single.probs, strict=True):
-            for index, token in enumerate(votes):
-                if first + token in group.members:
-                    row = values[group.members.index(first + token)]
-                    row = row.transpose(1, 2).flatten(2)[..., : positions.numel()]
-                    probs[index, ..., : row.shape[-1]] = row
-        probs = probs.transpose(0, 1)
-    return Part(out, lse, positions, probs)
+    return Part(fold(single.out[rows], kv_heads), lse)
 
 
-def _attend_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    chunk: Chunk,
-    geometry: Geometry,
-    scale: float,
-    logit_cap: float,
-) -> Tensor:
-    if not logit_cap:
-        return attend_chunk(q, k, v, chunk, scale)
-    out = torch.empty_like(q)  # the flash kernel knows no cap
-    for block in plan_blocks(chunk.slots, chunk.tokens, geometry):
-        span = slice(block.start, block.start + block.tokens)
-        out[span] = attend_block(q[span], k, v, block, scale, logit_cap)[0]
-    return out
-
-
-def _ask(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    chunk: Chunk,
-    geometry: Geometry,
-    scale: float,
-    logit_cap: float,
+def _add_tail_probs(
+    probs: Tensor,
+    plan: FullPlan,
+    single: SingleResult,
+    row: int,
+    first: int,
     voters: Sequence[int],
-    reduction: str,
-) -> Tensor:
-    """Token scores ``[context]`` of a chunk's voters, which are attended once more for it."""
-    context = chunk.slots.numel()
-    total = torch.zeros(context)
-    for token in voters:
-        visible = context - chunk.tokens + token + 1
-        (block,) = plan_blocks(chunk.slots[:visible], 1, geometry)
-        query = q[token : token + 1]
-        _, probs = attend_block(query, k, v, block, scale, logit_cap, (0,))
-        assert probs is not None
-        total[:visible] += _reduce(probs, (0, 2), reduction)[0] / len(voters)
-    return total
+    share: Tensor,
+) -> None:
+    """Fill in the probabilities of keys that were read by index.
+
+    Args:
+        probs: ``[voters, Hkv, group, context]``, written at the tail's positions.
+        share: ``[Hkv, tokens * group]``, logarithm of the tail's share in the whole softmax.
+    """
+    positions = plan.many[row][0].tail
+    assert positions is not None
+    assert plan.single is not None
+    kv_heads, group = plan.geometry.num_kv_heads, plan.geometry.group
+    weight = share.exp().view(kv_heads, -1, group, 1)
+    for rows, values in zip(plan.single.groups, single.probs, strict=True):
+        for index, token in enumerate(voters):
+            if first + token in rows.members:
+                value = values[rows.members.index(first + token)]
+                value = value.transpose(1, 2).flatten(2)[..., : positions.numel()]
+                # A token's list leaves out the own tokens behind it, which end the tail.
+                probs[index][..., positions[: value.shape[-1]]] = value * weight[:, token]
 
 
 def _reduce(probs: Tensor, dims: tuple[int, int], reduction: str) -> Tensor:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aspire_sglang.attention.cpu_chunk import MIN_TOKENS, Chunk, flash_available, plan_chunk
-from aspire_sglang.attention.cpu_many import Block, plan_blocks
+from aspire_sglang.attention.cpu_many import RowPlan, plan_row
 from aspire_sglang.attention.cpu_runs import Geometry, check_slots
 from aspire_sglang.attention.cpu_single import SinglePlan, by_index, plan_single
 
@@ -18,9 +17,8 @@ from aspire_sglang.attention.cpu_single import SinglePlan, by_index, plan_single
 class FullPlan:
     """Plan of rows that read their whole context.
 
-    Three kernels share the batch. One-query rows read everything by index. Rows of a few
-    queries use matrix products on long runs of slots and read the rest by index, each query
-    token as a one-query row of its own. Prefill chunks use the flash kernel.
+    One-query rows read everything by index. Rows of more queries read long runs of slots in
+    place and the rest by index, each query token as a one-query row of its own.
 
     Attributes:
         geometry: heads and pool size.
@@ -33,9 +31,9 @@ class FullPlan:
         single_rows: the whole rows, in the order of ``single``.
         single_tokens: int64 ``[n]``, the query token of every one-query row.
         complete: int64, the one-query rows that need no merging: whole rows, and the tails of
-            blocks that have nothing else.
-        blocks: rows of a few queries: their blocks, each with its first tail row (-1 for none).
-        chunks: prefill chunks.
+            rows that have nothing else.
+        many: the other rows: their plan and their first tail among the one-query rows (-1 for
+            none).
     """
 
     geometry: Geometry
@@ -48,8 +46,7 @@ class FullPlan:
     single_rows: tuple[int, ...]
     single_tokens: Tensor
     complete: Tensor
-    blocks: dict[int, list[tuple[Block, int]]]
-    chunks: dict[int, Chunk]
+    many: dict[int, tuple[RowPlan, int]]
 
 
 def plan_full(
@@ -92,17 +89,12 @@ def plan_full(
         [starts[row] for row in singles],
         list(range(len(singles))),
     )
-    blocks: dict[int, list[tuple[Block, int]]] = {}
-    chunks: dict[int, Chunk] = {}
+    many: dict[int, tuple[RowPlan, int]] = {}
     for row, (slots, queries) in enumerate(zip(slots_per_row, lens, strict=True)):
-        if queries == 1 and whole_by_index:
-            continue
-        check_slots(slots, geometry.num_slots)
-        if queries >= MIN_TOKENS and flash_available():
-            chunks[row] = plan_chunk(slots, queries, geometry)
-            continue
-        planned = plan_blocks(slots, queries, geometry, index_tail=dtype == torch.float32)
-        blocks[row] = [(block, lists.add_tail(slots, block, starts[row])) for block in planned]
+        if queries > 1 or not whole_by_index:
+            check_slots(slots, geometry.num_slots)
+            plan = plan_row(slots, queries, geometry, index_tail=dtype == torch.float32)
+            many[row] = (plan, lists.add_tail(slots, plan, starts[row]))
     single = None
     if lists.lens:
         single = plan_single(
@@ -125,8 +117,7 @@ def plan_full(
         tuple(singles),
         torch.tensor(lists.tokens, dtype=torch.int64),
         torch.tensor(lists.complete, dtype=torch.int64),
-        blocks,
-        chunks,
+        many,
     )
 
 
@@ -143,19 +134,17 @@ class _Lists:
     tokens: list[int]
     complete: list[int]
 
-    def add_tail(self, slots: Tensor, block: Block, start: int) -> int:
-        """Add a row per query token of a block for its tail; the first one's index, or -1."""
-        tail = block.cover.tail
-        if tail is None:
+    def add_tail(self, slots: Tensor, plan: RowPlan, start: int) -> int:
+        """Add a one-query row per query token of a row for its tail; the first one, or -1."""
+        if plan.tail is None:
             return -1
         first = len(self.lens)
-        length = tail.numel()
-        hidden = block.tokens - 1 if block.cover.tail_is_own else 0
-        if not block.cover.pieces:
-            self.complete.extend(range(first, first + block.tokens))
-        self.slots.append(slots[tail])
-        for token in range(block.tokens):
+        length = plan.tail.numel()
+        if not plan.prefix:
+            self.complete.extend(range(first, first + plan.tokens))
+        self.slots.append(slots[plan.tail])
+        for token in range(plan.tokens):
             self.sources.append(len(self.slots) - 1)
-            self.lens.append(length - max(hidden - token, 0))
-            self.tokens.append(start + block.start + token)
+            self.lens.append(length - (plan.tokens - 1 - token))
+            self.tokens.append(start + token)
         return first

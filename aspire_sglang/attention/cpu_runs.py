@@ -15,12 +15,8 @@ from torch import Tensor
 
 #: A run of at least this many slots is read in place.
 MIN_VIEW = 384
-#: Scores held at once by the many-query kernel, in elements (float32, so 32 MiB; the softmax
-#: holds a second copy).
-SCORE_BUDGET = 1 << 23
-#: Most products (query heads of one KV head x tokens x keys) for which the keys outside long
-#: runs are read by index; beyond it they are gathered, which costs once per key.
-MAX_INDEXED = 24_000
+#: Views are this many slots or a multiple of it, so that they split evenly.
+VIEW_STEP = 64
 
 
 @dataclass(frozen=True)
@@ -66,47 +62,22 @@ class Run:
     slot: int
     length: int
 
-    @property
-    def end(self) -> int:
-        return self.position + self.length
-
 
 @dataclass(frozen=True)
 class Piece:
-    """Keys that one score matrix covers.
+    """Keys that are read together: in place, or gathered.
 
     Attributes:
         length: number of keys.
-        slot: first slot when the keys are read in place, else -1.
-        position: position of the first key when read in place, else -1.
-        rows: int64 ``[Hkv * length]`` rows of the flat pool when gathered, else None.
-        positions: int64 ``[length]`` positions of gathered keys, ascending, else None.
-        causal: the last keys are the block's own tokens, to be masked causally.
+        positions: their positions, a range or int64 ``[length]``.
+        slot: first slot of keys that are read in place.
+        rows: int64 ``[Hkv * length]`` rows of the flat pool of keys that are gathered, or None.
     """
 
     length: int
+    positions: slice | Tensor
     slot: int = -1
-    position: int = -1
     rows: Tensor | None = None
-    positions: Tensor | None = None
-    causal: bool = False
-
-
-@dataclass(frozen=True)
-class Cover:
-    """How positions ``0 .. visible`` are read.
-
-    Attributes:
-        visible: number of positions.
-        pieces: keys read in place or gathered.
-        tail: int64 positions read by index, ascending, or None.
-        tail_is_own: the tail ends with the block's own tokens, to be masked causally.
-    """
-
-    visible: int
-    pieces: tuple[Piece, ...]
-    tail: Tensor | None = None
-    tail_is_own: bool = False
 
 
 def check_slots(slots: Tensor, num_slots: int) -> None:
@@ -124,14 +95,14 @@ def find_runs(slots: Tensor, min_length: int = 1) -> list[Run]:
     """Maximal runs of consecutive slots.
 
     Args:
-        slots: int64 ``[L]``, ``L >= 1``.
+        slots: int64 ``[L]``.
         min_length: leave out shorter runs.
 
     Returns:
         Runs in order of position.
     """
     total = slots.numel()
-    if total < min_length:
+    if total < max(min_length, 1):
         return []
     breaks = (torch.diff(slots) != 1).nonzero().flatten().add_(1)
     bounds = torch.cat([breaks.new_zeros(1), breaks, breaks.new_full((1,), total)])
@@ -142,59 +113,32 @@ def find_runs(slots: Tensor, min_length: int = 1) -> list[Run]:
     return [Run(*entry) for entry in table]
 
 
-def cover(
-    slots: Tensor,
-    runs: list[Run],
-    visible: int,
-    tokens: int,
-    geometry: Geometry,
-    index_tail: bool,
-) -> Cover:
-    """Cover positions ``0 .. visible``, keeping the last ``tokens`` of them together.
+def split_runs(slots: Tensor) -> tuple[list[Piece], Tensor]:
+    """Split slots into pieces to read in place and the positions that remain.
 
     Args:
-        slots: int64 ``[L]``, ``L >= visible``.
-        runs: the row's runs of at least ``MIN_VIEW``, in order.
-        visible: positions to cover.
-        tokens: positions at the end that belong to the block's own tokens; 0 for none.
-        geometry: heads and pool size.
-        index_tail: leave what is not read in place to be read by index, if it is short.
+        slots: int64 ``[L]``.
+
+    Returns:
+        The pieces, and int64 positions outside all of them, ascending.
     """
-    max_keys = max(MIN_VIEW, tokens, SCORE_BUDGET // (geometry.group * max(tokens, 1)))
-    before = visible - tokens
     pieces: list[Piece] = []
-    gaps: list[tuple[int, int]] = []
+    gaps: list[Tensor] = []
     covered = 0
-    for run in runs:
-        # Either the run holds all of the block's own tokens, or it is read only up to them.
-        holds_own = run.position <= before and run.end >= visible
-        end = visible if holds_own else min(run.end, before)
-        if end - run.position < MIN_VIEW:
-            continue
-        if run.position > covered:
-            gaps.append((covered, run.position))
-        for first, last in _cuts(run.position, end, max_keys):
-            slot = run.slot + first - run.position
-            pieces.append(Piece(last - first, slot, first, causal=tokens > 0 and last == visible))
+    for run in find_runs(slots, MIN_VIEW):
+        length = run.length - run.length % VIEW_STEP
+        end = run.position + length
+        gaps.append(torch.arange(covered, run.position))
+        pieces.append(Piece(length, slice(run.position, end), slot=run.slot))
         covered = end
-    own = tokens > 0 and covered < visible
-    if covered < visible:
-        gaps.append((covered, visible))
-    if not gaps:
-        return Cover(visible, tuple(pieces))
-    positions = torch.cat([torch.arange(first, last) for first, last in gaps])
-    total = positions.numel()
-    if index_tail and total * tokens * geometry.group <= MAX_INDEXED:
-        return Cover(visible, tuple(pieces), positions, own)
-    for first, last in _cuts(0, total, max_keys):
-        pieces.append(gathered(slots, positions[first:last], geometry, own and last == total))
-    return Cover(visible, tuple(pieces))
+    gaps.append(torch.arange(covered, slots.numel()))
+    return pieces, torch.cat(gaps)
 
 
-def gathered(slots: Tensor, positions: Tensor, geometry: Geometry, causal: bool) -> Piece:
+def gather(slots: Tensor, positions: Tensor, geometry: Geometry) -> Piece:
     """A piece of the keys at ``positions`` (int64 ``[n]``), to be gathered."""
     rows = (geometry.head_offsets().unsqueeze(1) + slots[positions]).flatten()
-    return Piece(positions.numel(), rows=rows, positions=positions, causal=causal)
+    return Piece(positions.numel(), positions, rows=rows)
 
 
 def read_piece(pool: Tensor, piece: Piece) -> Tensor:
@@ -208,12 +152,3 @@ def read_piece(pool: Tensor, piece: Piece) -> Tensor:
         return pool[:, piece.slot : piece.slot + piece.length]
     heads, _, dim = pool.shape
     return pool.view(-1, dim).index_select(0, piece.rows).view(heads, piece.length, dim)
-
-
-def _cuts(start: int, end: int, size: int) -> list[tuple[int, int]]:
-    """Cut ``start .. end`` into ranges of ``size``; a shorter one comes first."""
-    cuts = []
-    while end > start:
-        cuts.append((max(start, end - size), end))
-        end -= size
-    return cuts[::-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from aspire_sglang.speculation.cost_correction import OnlineCostModel
@@ -18,7 +19,7 @@ class RunningCost:
     def __init__(self, samples: Sequence[tuple[StepShape, float]] = ()) -> None:
         base = CostModel.fit(samples) if samples else _UNMEASURED
         self._quality = base.quality
-        self._online = OnlineCostModel(base)
+        self._online = OnlineCostModel(base, spread=3.0 if samples else math.inf)
         self._steps = 0
         self._error_sum = 0.0
 

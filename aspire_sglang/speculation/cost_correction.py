@@ -40,6 +40,10 @@ class OnlineCostModel:
         coupling: strength > 0 of the pull to a common factor, in steps; near the squared noise of
             a step time over the squared spread expected between factors.
         outlier_ratio: > 1.
+        spread: >= 1, most that a term's factor may differ from the common one. A profile measured
+            what the terms cost relative to each other; under noise, steps that are all alike (a
+            batch that does not draft) would otherwise move everything to one term and never let
+            the others come back. Infinite where the base was guessed.
 
     Raises:
         ValueError: an argument is outside its range.
@@ -51,6 +55,7 @@ class OnlineCostModel:
         memory: float = 50.0,
         coupling: float = 0.05,
         outlier_ratio: float = 1.25,
+        spread: float = 3.0,
     ) -> None:
         if not memory > 1.0:
             raise ValueError(f"memory must be above 1 step, got {memory}")
@@ -58,6 +63,9 @@ class OnlineCostModel:
             raise ValueError(f"coupling must be positive, got {coupling}")
         if not outlier_ratio > 1.0:
             raise ValueError(f"outlier_ratio must be above 1, got {outlier_ratio}")
+        if not spread >= 1.0:
+            raise ValueError(f"spread must be at least 1, got {spread}")
+        self._spread = spread
         self._base = base
         self._model = base
         self._gain = 1.0 / memory
@@ -102,7 +110,12 @@ class OnlineCostModel:
         self._information = keep * self._information + np.outer(row, row)
         self._evidence = keep * self._evidence + row * target
         self._common += self._gain * (target - self._common)
-        factors = self._solve(self._common * coefficients / self._units)
+        centre = self._common * coefficients / self._units
+        factors = self._solve(centre)
+        priced = centre > 0.0  # a term the base calls free has no relative price to keep to
+        factors[priced] = np.clip(
+            factors[priced], centre[priced] / self._spread, centre[priced] * self._spread
+        )
         self._model = self._base.with_coefficients((factors * self._units).tolist())
 
     def _clamped(self, predicted: float, seconds: float) -> float:

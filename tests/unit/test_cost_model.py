@@ -351,3 +351,25 @@ class TestFile:
         with pytest.raises(ValueError, match="not a readable cost model") as caught:
             load_cost_model(path, KEY)
         assert not isinstance(caught.value, CostKeyMismatch)
+
+
+def test_a_noisy_spell_without_drafts_does_not_make_drafting_unthinkable():
+    """Plain steps alone, on a machine that others slow down: the relative prices must survive."""
+    rng = np.random.default_rng(5)
+    base = CostModel(fixed=0.02, per_token=1e-3, per_kv=2e-6, per_pair=4e-7)
+    online = OnlineCostModel(base)
+    plain = StepShape()
+    for _ in range(8):
+        plain = plain.row(1, 3000)
+    for _ in range(300):
+        online.correct(plain, base.predict(plain) * float(rng.lognormal(1.5, 0.7)))
+    draft = StepShape()
+    for _ in range(8):
+        draft = draft.row(1, 560)
+    before = base.predict(draft) / base.predict(plain)
+    after = online.model.predict(draft) / online.model.predict(plain)
+    assert after < 2 * before
+    for _ in range(300):
+        online.correct(plain, base.predict(plain))
+    after = online.model.predict(draft) / online.model.predict(plain)
+    assert after == pytest.approx(before, rel=0.35)

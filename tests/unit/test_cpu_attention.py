@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aspire_sglang.attention import cpu_many, cpu_plan, cpu_runs, cpu_single
+from aspire_sglang.attention import cpu_many, cpu_products, cpu_runs, cpu_single
 from aspire_sglang.attention.cpu_kernels import (
     Geometry,
     Vote,
@@ -138,9 +138,11 @@ def test_prefill_chunks(kind: str, length: int, queries: int, cap: float) -> Non
     run_full([(kind, length, queries)], 3, 64, cap=cap)
 
 
-def test_prefill_without_flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_plan, "flash_available", lambda: False)
-    run_full([("busy", 700, 290), ("busy", 700, 60)], 3, 64)
+@pytest.mark.parametrize("budget", [900, 1 << 22])
+def test_without_flash(monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
+    monkeypatch.setattr(cpu_many, "flash_available", lambda: False)
+    monkeypatch.setattr(cpu_products, "SCORE_BUDGET", budget)
+    run_full([("busy", 700, 290), ("busy", 700, 60), ("contiguous", 600, 9)], 3, 64)
 
 
 def test_prefill_bfloat16() -> None:
@@ -148,14 +150,12 @@ def test_prefill_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("index", [0, 10**9])
-@pytest.mark.parametrize("budget", [3 * 5 * 300, 1 << 23])
-def test_pieces_and_tails(monkeypatch: pytest.MonkeyPatch, budget: int, index: int) -> None:
-    """However keys are split over pieces, gathers and tails, the result is the same."""
-    monkeypatch.setattr(cpu_runs, "SCORE_BUDGET", budget)
-    monkeypatch.setattr(cpu_many, "SCORE_BUDGET", budget)
-    monkeypatch.setattr(cpu_runs, "MAX_INDEXED", index)
-    for module in (cpu_runs, cpu_many):
-        monkeypatch.setattr(module, "MIN_VIEW", 64)
+@pytest.mark.parametrize("split", [16, 512])
+def test_pieces_and_tails(monkeypatch: pytest.MonkeyPatch, split: int, index: int) -> None:
+    """However keys are divided over views, splits, gathers and tails, the result is the same."""
+    monkeypatch.setattr(cpu_many, "MAX_INDEXED", index)
+    monkeypatch.setattr(cpu_many, "MIN_SPLIT", split)
+    monkeypatch.setattr(cpu_runs, "MIN_VIEW", 64)
     rows = [("busy", 1000, 5), ("contiguous", 700, 5), ("scattered", 350, 40), ("busy", 60, 7)]
     run_full(rows, 3, 64)
     run_full(rows[:1], 8, 64)
