@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -26,13 +27,20 @@ class DoorError(RuntimeError):
     """The server refused a request or broke off."""
 
 
-def generate(url: str, prompt: Prompt, new_tokens: int, rid: str, on_tokens: OnTokens) -> Answer:
-    """SGLang's own ``/generate``, fed with token ids."""
+def generate(
+    url: str,
+    prompt: Prompt,
+    new_tokens: int,
+    rid: str,
+    on_tokens: OnTokens,
+    **sampling: Any,
+) -> Answer:
+    """SGLang's own ``/generate``, fed with token ids; more sampling parameters may be given."""
     answer = Answer(rid, list(prompt.input_ids))
     body = {
         "rid": rid,
         "input_ids": answer.prompt_ids,
-        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens},
+        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, **sampling},
         "stream": True,
     }
     with (
@@ -129,6 +137,8 @@ def system_message(prompt: Prompt) -> str:
 
 DOORS: dict[str, Door] = {
     "/generate": generate,
+    # For timing: no answer ends early, and few events, since reading them competes for the cores.
+    "/generate, fixed length": partial(generate, ignore_eos=True, stream_interval=16),
     "/v1/chat/completions": chat,
     "sgl.function": frontend,
 }

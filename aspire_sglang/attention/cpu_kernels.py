@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aspire_sglang.attention.cpu_many import Part, attend_row, fold, row_probs
+from aspire_sglang.attention.cpu_many import attend_row, row_probs
 from aspire_sglang.attention.cpu_plan import FullPlan, plan_full
 from aspire_sglang.attention.cpu_runs import Geometry
 from aspire_sglang.attention.cpu_single import (
     SinglePlan,
-    SingleResult,
     attend_single,
     by_index,
     plan_single,
@@ -113,26 +112,17 @@ def full_attention_with_scores(
     out = torch.empty_like(q) if out is None else out
     voters = {vote.row: _voters(vote, plan) for vote in votes}
     scores: dict[int, Tensor] = {}
-    single = None
     if plan.single is not None:
         queries = q[plan.single_tokens]
-        single = attend_single(queries, k, v, plan.single, scale, logit_cap, bool(voters))
-        out[plan.single_tokens[plan.complete]] = single.out[plan.complete]
-        if voters:
-            scores.update(_single_scores(plan, single, voters.keys(), reduction))
-    for row, (row_plan, first) in plan.many.items():
-        if not row_plan.prefix and row_plan.own is None and row not in voters:
-            continue  # read by index only, and written above
+        part, probs = attend_single(queries, k, v, plan.single, scale, logit_cap, bool(voters))
+        out[plan.single_tokens] = part
+        scores.update(_single_scores(plan, probs, set(voters), reduction))
+    for row, row_plan in plan.many.items():
         span = slice(plan.starts[row], plan.starts[row] + plan.lens[row])
-        tail = _tail(plan, single, row, first)
-        out[span], lse = attend_row(q[span], k, v, row_plan, scale, logit_cap, tail)
+        out[span], lse = attend_row(q[span], k, v, row_plan, scale, logit_cap)
         if row in voters:
-            chosen = voters[row]
-            probs = row_probs(q[span], k, row_plan, lse, chosen, scale, logit_cap)
-            if tail is not None and single is not None:
-                _add_tail_probs(probs, plan, single, row, first, chosen, tail.lse - lse)
-            tokens = _reduce(probs, (1, 2), reduction).mean(0)
-            scores[row] = _page_sums(tokens, plan.page_size)
+            prob = row_probs(q[span], k, row_plan, lse, voters[row], scale, logit_cap)
+            scores[row] = _page_sums(_reduce(prob, (0, 2), reduction).mean(0), plan.page_size)
     return out, [scores[vote.row] for vote in votes]
 
 
@@ -178,7 +168,7 @@ def sparse_attention(
         ValueError: shapes that do not fit the plan.
     """
     _check(q, k, v, plan.geometry)
-    return attend_single(q, k, v, plan, scale, logit_cap).out
+    return attend_single(q, k, v, plan, scale, logit_cap)[0]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> None:
@@ -202,60 +192,21 @@ def _voters(vote: Vote, plan: FullPlan) -> tuple[int, ...]:
 
 
 def _single_scores(
-    plan: FullPlan, single: SingleResult, voting: object, reduction: str
+    plan: FullPlan, probs: list[Tensor], wanted: set[int], reduction: str
 ) -> dict[int, Tensor]:
-    """Page scores of the voting rows among the whole one-query rows."""
+    """Page scores of the wanted rows among those that are read by index."""
     assert plan.single is not None
-    wanted = set(voting)  # type: ignore[call-overload]
     scores: dict[int, Tensor] = {}
-    for group, probs in zip(plan.single.groups, single.probs, strict=True):
-        rows = [plan.single_rows[m] if m < len(plan.single_rows) else -1 for m in group.members]
+    # Without a voter there are no probabilities.
+    for group, values in zip(plan.single.groups, probs, strict=False):
+        rows = [plan.single_rows[member] for member in group.members]
         if wanted.isdisjoint(rows):
             continue
-        pages = _page_sums(_reduce(probs, (1, 3), reduction).flatten(1), plan.page_size)
+        pages = _page_sums(_reduce(values, (1, 3), reduction).flatten(1), plan.page_size)
         for index, row in enumerate(rows):
             if row in wanted:
                 scores[row] = pages[index, : -(-plan.context[row] // plan.page_size)]
     return scores
-
-
-def _tail(plan: FullPlan, single: SingleResult | None, row: int, first: int) -> Part | None:
-    """The part of a row that was read by index, from the one-query rows that hold it."""
-    if first < 0 or single is None:
-        return None
-    rows = slice(first, first + plan.lens[row])
-    kv_heads = plan.geometry.num_kv_heads
-    lse = fold(single.lse[rows].unsqueeze(-1), kv_heads).squeeze(-1)
-    return Part(fold(single.out[rows], kv_heads), lse)
-
-
-def _add_tail_probs(
-    probs: Tensor,
-    plan: FullPlan,
-    single: SingleResult,
-    row: int,
-    first: int,
-    voters: Sequence[int],
-    share: Tensor,
-) -> None:
-    """Fill in the probabilities of keys that were read by index.
-
-    Args:
-        probs: ``[voters, Hkv, group, context]``, written at the tail's positions.
-        share: ``[Hkv, tokens * group]``, logarithm of the tail's share in the whole softmax.
-    """
-    positions = plan.many[row][0].tail
-    assert positions is not None
-    assert plan.single is not None
-    kv_heads, group = plan.geometry.num_kv_heads, plan.geometry.group
-    weight = share.exp().view(kv_heads, -1, group, 1)
-    for rows, values in zip(plan.single.groups, single.probs, strict=True):
-        for index, token in enumerate(voters):
-            if first + token in rows.members:
-                value = values[rows.members.index(first + token)]
-                value = value.transpose(1, 2).flatten(2)[..., : positions.numel()]
-                # A token's list leaves out the own tokens behind it, which end the tail.
-                probs[index][..., positions[: value.shape[-1]]] = value * weight[:, token]
 
 
 def _reduce(probs: Tensor, dims: tuple[int, int], reduction: str) -> Tensor:

@@ -30,7 +30,13 @@ def matmul_t(x: Tensor, w: Tensor) -> Tensor:
 
 
 def attend_products(
-    x: Tensor, keys: Tensor, values: Tensor, scale: float, logit_cap: float, causal_tokens: int = 0
+    x: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    logit_cap: float,
+    mask: Tensor | None = None,
+    causal_tokens: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention over some keys.
 
@@ -39,18 +45,18 @@ def attend_products(
         keys, values: ``[Hkv, n, D]``, every head contiguous.
         scale: factor of the scores.
         logit_cap: ``c`` of ``c * tanh(score / c)``; 0 for none.
-        causal_tokens: the keys are the queries' own tokens (``n`` of them), to be masked
-            causally; 0 for no mask.
+        mask: float32 ``[R, n]`` to add to the scores, or None.
+        causal_tokens: ``n`` if the keys are the queries' own tokens, causal among themselves;
+            0 otherwise.
 
     Returns:
-        ``[Hkv, R, D]`` in the dtype of ``x``, and the log-sum-exp, float32 ``[Hkv, R]``.
+        ``[1, Hkv, R, D]`` in the dtype of ``x``, and the log-sum-exp, float32 ``[1, Hkv, R]``.
     """
     heads, rows, _ = x.shape
     length = keys.shape[1]
     out = torch.empty_like(x)
     lse = torch.empty(heads, rows)
-    group = rows // causal_tokens if causal_tokens else 1
-    step = max(group, SCORE_BUDGET // length // group * group)
+    step = max(1, SCORE_BUDGET // length)
     for head in range(heads):
         query, key, value = x[head].float() * scale, keys[head].float(), values[head]
         for first in range(0, rows, step):
@@ -58,12 +64,14 @@ def attend_products(
             scores = matmul_t(query[span], key)
             if logit_cap:
                 scores.div_(logit_cap).tanh_().mul_(logit_cap)
+            if mask is not None:
+                scores.add_(mask[span])
             if causal_tokens:
-                token = torch.arange(span.start, span.stop) // group
+                token = torch.arange(span.start, span.stop) // (rows // causal_tokens)
                 hidden = torch.arange(length) > token.unsqueeze(1)
                 scores.masked_fill_(hidden, float("-inf"))
             probs = torch.softmax(scores, dim=-1)
             # The largest score and its probability give the log-sum-exp without another exp.
             torch.sub(scores.amax(-1), probs.amax(-1).log_(), out=lse[head, span])
             out[head, span] = matmul_t(probs.to(value.dtype), value.t())
-    return out, lse
+    return out.unsqueeze(0), lse.unsqueeze(0)

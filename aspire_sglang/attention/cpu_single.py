@@ -1,4 +1,4 @@
-"""Attention of single query tokens over lists of slots: draft rows, plain rows, short tails.
+"""Attention of single query tokens over lists of slots: draft rows and plain rows.
 
 Two PyTorch operators read KV rows by index without copying them: the sampled product of a
 sparse pattern (``torch.sparse.sampled_addmm``) gives the scores of chosen (query, slot) pairs,
@@ -54,7 +54,6 @@ class RowGroup:
         padding: bool ``[n, 1, c, 1, width]`` marks padded keys of the last ``c`` chunks, or None.
         first: index of the group's first value in the plan's flat arrays.
         bags: (row, KV head, chunk, head in group) combinations.
-        merges: some row is only a part of a softmax, so its log-sum-exp is needed.
     """
 
     rows: Tensor
@@ -64,7 +63,6 @@ class RowGroup:
     padding: Tensor | None
     first: int
     bags: int
-    merges: bool
 
 
 @dataclass(frozen=True)
@@ -92,22 +90,6 @@ class SinglePlan:
     pattern: Tensor | None
 
 
-@dataclass(frozen=True)
-class SingleResult:
-    """What :func:`attend_single` gives.
-
-    Attributes:
-        out: ``[n, Hq, D]`` in the dtype of the queries.
-        lse: float32 ``[n, Hq]``, valid for the rows that merge.
-        probs: for every group of the plan float32 ``[rows, Hkv, chunks, group, width]``, 0 at
-            padded keys; empty unless wanted.
-    """
-
-    out: Tensor
-    lse: Tensor
-    probs: list[Tensor]
-
-
 def by_index(geometry: Geometry, dtype: torch.dtype) -> bool:
     """Whether one-query rows are better read by index than gathered."""
     return dtype == torch.float32 and geometry.group <= MAX_INDEXED_GROUP
@@ -119,19 +101,15 @@ def plan_single(
     geometry: Geometry,
     indexed: bool,
     page_size: int = 16,
-    sources: Sequence[int] | None = None,
-    merging: int | None = None,
 ) -> SinglePlan:
     """Plan rows of one query token.
 
     Args:
-        slots: int64 ``[m, L]`` padded (padding is never read), or ``m`` tensors ``[len_i]``.
-        lens: length of each of the ``n`` rows, at least 1.
+        slots: int64 ``[n, L]`` padded (padding is never read), or ``n`` tensors ``[len_i]``.
+        lens: length of every row, at least 1.
         geometry: heads and pool size.
         indexed: read KV by index (float32 only) instead of gathering it.
         page_size: chunks are cut at multiples of it.
-        sources: which slots each row reads, ``n`` numbers below ``m``; by default row i of m.
-        merging: rows from this one on are only a part of a softmax; None for no such row.
 
     Raises:
         ValueError: a row is empty, or a slot lies outside the pool.
@@ -153,8 +131,7 @@ def plan_single(
         width = -(-longest // chunks)
         width = -(-width // page_size) * page_size
         rows, own = torch.tensor(members), torch.tensor([lens[row] for row in members])
-        read = members if sources is None else [sources[row] for row in members]
-        table = _padded(slots, read, own, chunks * width)
+        table = _padded(slots, members, own, chunks * width)
         check_slots(table, geometry.num_slots)
         flat = table.to(index_type).view(-1, 1, chunks, 1, width) + offsets
         flat = flat.expand(-1, -1, -1, group if indexed else 1, -1)
@@ -163,9 +140,8 @@ def plan_single(
         queries.append(bag_queries.expand(-1, -1, chunks, -1).reshape(-1))
         bags = queries[-1].numel()
         bounds.append(torch.arange(first, first + bags * width, width, dtype=index_type))
-        merges = merging is not None and max(members) >= merging
         padding = _padding(own, chunks, width)
-        groups.append(RowGroup(rows, members, chunks, width, padding, first, bags, merges))
+        groups.append(RowGroup(rows, members, chunks, width, padding, first, bags))
         first += columns[-1].numel()
     all_columns = torch.cat([*columns, torch.empty(0, dtype=index_type)])
     all_queries = torch.cat([*queries, torch.empty(0, dtype=torch.int64)])
@@ -193,7 +169,7 @@ def attend_single(
     scale: float,
     logit_cap: float = 0.0,
     want_probs: bool = False,
-) -> SingleResult:
+) -> tuple[Tensor, list[Tensor]]:
     """Attention of one-query rows over their planned slots.
 
     Args:
@@ -204,18 +180,23 @@ def attend_single(
         logit_cap: ``c`` of ``c * tanh(score / c)``; 0 for none.
         want_probs: also return the probabilities.
 
+    Returns:
+        ``[n, Hq, D]`` in the dtype of ``q``, and, if wanted, for every group of the plan float32
+        probabilities ``[rows, Hkv, chunks, group, width]``, 0 at padded keys.
+
     Raises:
         ValueError: another number of rows than planned.
     """
     if q.shape[0] != plan.rows:
         raise ValueError(f"{q.shape[0]} query rows for a plan of {plan.rows}")
-    result = SingleResult(torch.empty_like(q), torch.empty(q.shape[:2]), [])
+    out = torch.empty_like(q)
     if plan.pattern is not None:
-        _attend_indexed(q, k, v, plan, scale, logit_cap, want_probs, result)
+        probs = _attend_indexed(q, k, v, plan, scale, logit_cap, out)
     else:
-        for rows in plan.groups:
-            _attend_gathered(q, k, v, plan, rows, scale, logit_cap, want_probs, result)
-    return result
+        probs = [_attend_gathered(q, k, v, plan, g, scale, logit_cap, out) for g in plan.groups]
+    if not want_probs:
+        return out, []
+    return out, [part if share is None else part * share for part, share in probs]
 
 
 def _attend_indexed(
@@ -225,9 +206,9 @@ def _attend_indexed(
     plan: SinglePlan,
     scale: float,
     logit_cap: float,
-    want_probs: bool,
-    result: SingleResult,
-) -> None:
+    out: Tensor,
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Write ``out``; return per group the probabilities within chunks and the chunks' shares."""
     heads, _, dim = k.shape
     group = plan.geometry.group
     folded = q.reshape(-1, dim).index_select(0, plan.queries)
@@ -237,7 +218,7 @@ def _attend_indexed(
     assert plan.pattern is not None
     scores = plan.pattern.values()
     weights = torch.empty_like(scores)
-    shares: list[Tensor | None] = []
+    results: list[tuple[Tensor, Tensor | None]] = []
     for rows in plan.groups:
         shape = (len(rows.members), heads, rows.chunks, group, rows.width)
         span = slice(rows.first, rows.first + math.prod(shape))
@@ -245,26 +226,22 @@ def _attend_indexed(
         _shape_scores(part, rows, logit_cap)
         torch.softmax(part, dim=-1, out=probs)
         share = None
-        if rows.chunks > 1 or rows.merges:
+        if rows.chunks > 1:
             # The largest score and its probability give the log-sum-exp without another exp.
-            lse = part.amax(-1) - probs.amax(-1).log_()
-            if rows.merges:
-                result.lse[rows.rows] = torch.logsumexp(lse, dim=2).flatten(1)
-            if rows.chunks > 1:
-                share = torch.softmax(lse, dim=2).unsqueeze(-1)
-        shares.append(share)
-        if want_probs:
-            result.probs.append(probs if share is None else probs * share)
+            lse = part.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log_()
+            share = torch.softmax(lse, dim=2)
+        results.append((probs, share))
     sums = torch.embedding_bag(
         v.view(-1, dim), plan.columns, plan.offsets, False, 0, False, weights, True
     )[0]
     first = 0
-    for rows, share in zip(plan.groups, shares, strict=True):
+    for rows, (_, share) in zip(plan.groups, results, strict=True):
         part = sums[first : first + rows.bags].view(-1, heads, rows.chunks, group, dim)
         if share is not None:
             part = (part * share).sum(2)
-        result.out[rows.rows] = part.reshape(len(rows.members), -1, dim)
+        out[rows.rows] = part.reshape(len(rows.members), -1, dim)
         first += rows.bags
+    return results
 
 
 def _attend_gathered(
@@ -275,9 +252,9 @@ def _attend_gathered(
     rows: RowGroup,
     scale: float,
     logit_cap: float,
-    want_probs: bool,
-    result: SingleResult,
-) -> None:
+    out: Tensor,
+) -> tuple[Tensor, None]:
+    """Write the group's rows of ``out``; return its probabilities."""
     heads, _, dim = k.shape
     count, group = len(rows.members), plan.geometry.group
     columns = plan.columns[rows.first : rows.first + count * heads * rows.width]
@@ -288,11 +265,8 @@ def _attend_gathered(
     _shape_scores(scores.view(shape), rows, logit_cap)
     probs = torch.softmax(scores, dim=-1)
     values = v.view(-1, dim).index_select(0, columns).view(-1, rows.width, dim)
-    result.out[rows.rows] = torch.bmm(probs.to(values.dtype), values).view(count, -1, dim)
-    if rows.merges:
-        result.lse[rows.rows] = torch.logsumexp(scores, dim=-1).view(count, -1)
-    if want_probs:
-        result.probs.append(probs.view(shape))
+    out[rows.rows] = torch.bmm(probs.to(values.dtype), values).view(count, -1, dim)
+    return probs.view(shape), None
 
 
 def _shape_scores(scores: Tensor, rows: RowGroup, logit_cap: float) -> None:
@@ -318,18 +292,14 @@ def _by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _padded(
-    slots: Tensor | Sequence[Tensor], sources: list[int], lens: Tensor, width: int
+    slots: Tensor | Sequence[Tensor], members: list[int], lens: Tensor, width: int
 ) -> Tensor:
-    """Slots of the rows ``[n, width]``; a row is padded with its own first slot."""
-    unique = sorted(set(sources))
+    """Slots of some rows ``[n, width]``; a row is padded with its own first slot."""
     if isinstance(slots, Tensor):
-        table = slots[torch.tensor(unique), :width]
+        table = slots[torch.tensor(members), :width]
     else:
-        table = pad_sequence([slots[source][:width] for source in unique], batch_first=True)
+        table = pad_sequence([slots[member] for member in members], batch_first=True)
     table = torch.nn.functional.pad(table, (0, width - table.shape[1]))
-    if len(unique) != len(sources) or unique != sources:
-        where = {source: row for row, source in enumerate(unique)}
-        table = table[torch.tensor([where[source] for source in sources])]
     return torch.where(torch.arange(width) < lens.unsqueeze(1), table, table[:, :1])
 
 

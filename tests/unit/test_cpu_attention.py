@@ -149,11 +149,11 @@ def test_prefill_bfloat16() -> None:
     run_full([("busy", 700, 290)], 3, 64, torch.bfloat16)
 
 
-@pytest.mark.parametrize("index", [0, 10**9])
+@pytest.mark.parametrize("folded", [1, 64])
 @pytest.mark.parametrize("split", [16, 512])
-def test_pieces_and_tails(monkeypatch: pytest.MonkeyPatch, split: int, index: int) -> None:
-    """However keys are divided over views, splits, gathers and tails, the result is the same."""
-    monkeypatch.setattr(cpu_many, "MAX_INDEXED", index)
+def test_pieces(monkeypatch: pytest.MonkeyPatch, split: int, folded: int) -> None:
+    """However keys are divided over views, splits and gathers, the result is the same."""
+    monkeypatch.setattr(cpu_many, "MAX_FOLDED_TOKENS", folded)
     monkeypatch.setattr(cpu_many, "MIN_SPLIT", split)
     monkeypatch.setattr(cpu_runs, "MIN_VIEW", 64)
     rows = [("busy", 1000, 5), ("contiguous", 700, 5), ("scattered", 350, 40), ("busy", 60, 7)]
