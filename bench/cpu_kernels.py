@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 # Threads that wait by spinning hold up every operator for a time slice when another process wants
@@ -181,14 +182,8 @@ def attention_tables(
         ("refresh", setup.context, total, lambda: full_case(setup, pools, 1, refresh=True)),
     ]
     for queries in (5, 9, 17):
-        cases.append(
-            (
-                f"verify {queries}",
-                setup.context,
-                total,
-                lambda queries=queries: full_case(setup, pools, queries),
-            )
-        )
+        case = partial(full_case, setup, pools, queries)
+        cases.append((f"verify {queries}", setup.context, total, case))
     drafted = setup.rows * setup.budget
     cases.append(
         (
