@@ -18,10 +18,12 @@ def activate() -> str | None:
     if torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available():
         return None
     # The scheduler shares its cores with tokenizer, detokenizer and clients. OpenMP threads that
-    # spin at barriers then lose whole time slices at each of the ~500 parallel regions of a step:
-    # a busy neighbour made steps ten times slower, sleeping at barriers costs about a tenth when
-    # quiet. Read when the worker processes load their OpenMP library, so it must be set before.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # spin for long at barriers then lose whole time slices at each of the ~500 parallel regions of
+    # a step: a busy neighbour made steps ten times slower. Spinning briefly before going to sleep
+    # is as fast when quiet and loses far less. Read when the worker processes load their OpenMP
+    # library, so it must be in the environment before they start.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     return "aspire_sglang.cpu_platform.platform.TorchCpuPlatform"
 
 

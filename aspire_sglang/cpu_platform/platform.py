@@ -50,3 +50,9 @@ class TorchCpuPlatform(SRTPlatform):
     def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
         memory = psutil.virtual_memory()
         return memory.available, memory.total
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
