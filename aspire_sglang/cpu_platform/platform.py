@@ -21,6 +21,11 @@ class TorchCpuPlatform(SRTPlatform):
         # An idle scheduler would otherwise poll on a core that computes for others.
         server_args.sleep_on_idle = True
 
+    def init_backend(self) -> None:
+        from aspire_sglang.cpu_platform.ops import register_ops
+
+        register_ops(self.get_dispatch_key_name())
+
     def get_default_attention_backend(self) -> str:
         return "aspire"
 
