@@ -70,10 +70,17 @@ HOOKS = (
         "that verified",
     ),
     Hook(
+        "managers.schedule_batch.Req.update_finish_state",
+        HookType.AROUND,
+        results.finish_at_first_condition,
+        "the length cap is asked for first, so a stop earlier in the same run would be missed",
+    ),
+    Hook(
         "managers.tokenizer_manager.TokenizerManager._validate_one_request",
         HookType.AROUND,
         requests.validate_request,
-        "a parameter that cannot be honoured is refused with a 400 that names it",
+        "a parameter that cannot be honoured is refused with a 400 that names it; token ids that "
+        "would end the scheduler are refused too",
     ),
     Hook(
         "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",

@@ -69,6 +69,16 @@ def _is_set(value: Any) -> bool:
     return value is not None and value is not False and value != [] and value != ""
 
 
+def _check_token_ids(input_ids: list[int] | None, request: Any) -> None:
+    """Refuse prompts that SGLang accepts and its scheduler does not survive."""
+    if getattr(request, "input_embeds", None) is not None:
+        return
+    if not input_ids:
+        raise ValueError("The prompt is empty: it has no token.")
+    if min(input_ids) < 0:
+        raise ValueError(f"The prompt holds the negative token id {min(input_ids)}.")
+
+
 def validate_request(
     original: Callable[..., None], manager: Any, request: Any, input_ids: list[int]
 ) -> None:
@@ -76,13 +86,16 @@ def validate_request(
 
     Raises:
         UnsupportedParameter: naming every parameter that ASPIRE cannot honour.
+        ValueError: the prompt is empty or holds a token id that does not exist.
     """
     original(manager, request, input_ids)
+    if manager.server_args.attention_backend == "aspire":
+        _check_token_ids(input_ids, request)
     if not is_aspire(manager.server_args):
         return
     found = unsupported_parameters(request)
     if found:
         raise UnsupportedParameter(
-            f"not supported together with --speculative-algorithm {'ASPIRE'}: {', '.join(found)}. "
+            f"not supported together with --speculative-algorithm ASPIRE: {', '.join(found)}. "
             "Remove the parameter, or send the request to a server without speculation."
         )

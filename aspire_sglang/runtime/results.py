@@ -10,6 +10,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.runtime_context import get_server_args
+
+from aspire_sglang.runtime.arguments import is_aspire
+
 VERIFIED_ROWS = "aspire_verified_rows"
 """Attribute of a ``GenerationBatchResult``: batch indices of the verified rows, in the order of
 the rows of its per-request tensors."""
@@ -47,3 +51,27 @@ def report_whole_batch(
         running_batch=whole,
         num_correct_drafts=num_correct_drafts,
     )
+
+
+def finish_at_first_condition(
+    original: Callable[..., None], req: Any, new_accepted_len: int = 1
+) -> None:
+    """AROUND ``Req.update_finish_state``: within one accepted run, what comes first wins.
+
+    SGLang asks for the length cap before it looks for stop tokens and strings, which is right for
+    one token at a time; a run that reaches the cap may hold a stop before it.
+    """
+    sampling = req.sampling_params
+    cap = sampling.max_new_tokens
+    reaches_cap = new_accepted_len > 1 and len(req.output_ids) >= cap
+    if not reaches_cap or req.finished() or req.to_finish or not is_aspire(get_server_args()):
+        return original(req, new_accepted_len)
+    sampling.max_new_tokens = len(req.output_ids) + 1
+    try:
+        original(req, new_accepted_len)
+    finally:
+        sampling.max_new_tokens = cap
+    if req.finished() and (req.finished_len is None or req.finished_len < cap):
+        return None
+    req.finished_reason = req.finished_len = None
+    return original(req, new_accepted_len)

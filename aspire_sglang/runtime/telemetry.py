@@ -12,22 +12,23 @@ from aspire_sglang.config import AspireConfig
 
 @dataclass(slots=True)
 class RequestStats:
-    """Speculation of one request; ``lengths``: drafts of each verify in order."""
+    """Speculation of one request: drafts of each verify in order, and how many were accepted."""
 
     lengths: list[int] = field(default_factory=list)
-    accepted: int = 0
+    accepted: list[int] = field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
         verifies = len(self.lengths)
-        drafts = sum(self.lengths)
+        drafts, accepted = sum(self.lengths), sum(self.accepted)
         return {
             "draft_steps": drafts,
             "verify_steps": verifies,
             "draft_lengths": {str(n): c for n, c in sorted(Counter(self.lengths).items())},
             "draft_length_sequence": self.lengths,
-            "accepted_drafts": self.accepted,
+            "accepted_sequence": self.accepted,
+            "accepted_drafts": accepted,
             # The bonus of each verify counts, the token of the prefill does not.
-            "accept_length": (self.accepted + verifies) / verifies if verifies else 0.0,
+            "accept_length": (accepted + verifies) / verifies if verifies else 0.0,
         }
 
 
@@ -68,7 +69,7 @@ class Telemetry:
         stats = self._requests.get(rid) or self.started(rid)
         self._requests.move_to_end(rid)
         stats.lengths.append(drafts)
-        stats.accepted += accepted
+        stats.accepted.append(accepted)
 
     def snapshot(self) -> dict[str, Any]:
         """Everything, as built-in types."""

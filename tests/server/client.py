@@ -61,7 +61,7 @@ class Client:
         deadline = time.monotonic() + 30
         while True:
             reply = self.post({}, "/flush_cache")
-            if reply.status_code == 200 and "not" not in reply.text.lower():
+            if reply.status_code == 200 and reply.text.startswith("Cache flushed"):
                 return
             assert time.monotonic() < deadline, reply.text
             time.sleep(0.2)

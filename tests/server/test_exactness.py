@@ -92,10 +92,10 @@ def test_fragmented_pool(plain, aspire):
 def test_copies_of_one_prompt_agree(aspire):
     """B32: n greedy copies are identical, sampled ones differ."""
     aspire.configure(DRAFTING)
-    greedy = aspire.generate(PROSE, n=4, max_new_tokens=24)
+    greedy = aspire.generate(PROSE, n=4, max_new_tokens=24, ignore_eos=True)
     speculated(greedy)
     assert len({a["text"] for a in greedy}) == 1
-    sampled = aspire.generate(PROSE, n=4, max_new_tokens=24, temperature=1.0)
+    sampled = aspire.generate(PROSE, n=4, max_new_tokens=24, temperature=1.0, ignore_eos=True)
     assert len({a["text"] for a in sampled}) > 1
 
 

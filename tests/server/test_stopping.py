@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from tests.server.conftest import DRAFTING, FULL, speculated
@@ -104,10 +106,19 @@ def test_edge_of_the_context_window(plain, aspire):
     neighbours = [COUNT, PROSE]
     alone = plain.generate_all(neighbours, max_new_tokens=24)
     long = [base[: limit - margin] for margin in margins]
-    expected = plain.generate_all(long, max_new_tokens=1000, ignore_eos=True)
-    found = aspire.generate_all(
-        [*long, *(aspire.ids(n) for n in neighbours)], max_new_tokens=1000, ignore_eos=True
-    )[: len(long)]
+
+    def fill(client) -> list[dict]:
+        """Every long prompt up to the last position of the window, neighbours beside them."""
+        with ThreadPoolExecutor(5) as pool:
+            jobs = [
+                pool.submit(client.generate, ids, max_new_tokens=limit - len(ids), ignore_eos=True)
+                for ids in long
+            ]
+            jobs += [pool.submit(client.generate, n, max_new_tokens=24) for n in neighbours]
+            return [job.result() for job in jobs][: len(long)]
+
+    expected, found = fill(plain), fill(aspire)
+    speculated(found)
     short = aspire.generate_all(neighbours, max_new_tokens=24)
     assert [a["output_ids"] for a in short] == [a["output_ids"] for a in alone]
     for a, b in zip(expected, found, strict=True):
