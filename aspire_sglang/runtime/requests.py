@@ -69,14 +69,17 @@ def _is_set(value: Any) -> bool:
     return value is not None and value is not False and value != [] and value != ""
 
 
-def _check_token_ids(input_ids: list[int] | None, request: Any) -> None:
+def _check_token_ids(input_ids: list[int] | None, request: Any, vocab_size: int) -> None:
     """Refuse prompts that SGLang accepts and its scheduler does not survive."""
     if getattr(request, "input_embeds", None) is not None:
         return
     if not input_ids:
         raise ValueError("The prompt is empty: it has no token.")
-    if min(input_ids) < 0:
-        raise ValueError(f"The prompt holds the negative token id {min(input_ids)}.")
+    for token in (min(input_ids), max(input_ids)):
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"The prompt holds the token id {token}; the model has ids 0 to {vocab_size - 1}."
+            )
 
 
 def validate_request(
@@ -90,7 +93,7 @@ def validate_request(
     """
     original(manager, request, input_ids)
     if manager.server_args.attention_backend == "aspire":
-        _check_token_ids(input_ids, request)
+        _check_token_ids(input_ids, request, manager.model_config.vocab_size)
     if not is_aspire(manager.server_args):
         return
     found = unsupported_parameters(request)
