@@ -34,7 +34,8 @@ def test_greedy_40_prompts(plain, aspire, context):
 
 
 def test_greedy_long_contexts_of_mixed_length(plain, aspire):
-    """Real texts, default policy: rows draft and verify beside each other."""
+    """Real texts: rows draft and verify beside each other."""
+    aspire.configure(DRAFTING)
     prompts = real_texts(aspire.tokenizer, [700, 1500, 2600, 3600], seed=3)
     ids = [list(p.input_ids) for p in prompts]
     found = aspire.generate_all(ids, max_new_tokens=48, ignore_eos=True)
