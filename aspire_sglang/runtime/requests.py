@@ -6,8 +6,11 @@ token may use everything.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from typing import Any
+
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from aspire_sglang.runtime.arguments import is_aspire
 
@@ -82,6 +85,15 @@ def _check_token_ids(input_ids: list[int] | None, request: Any, vocab_size: int)
             )
 
 
+def _check_parameter_names(sampling: dict[str, Any]) -> None:
+    """Refuse unknown sampling parameters, which SGLang answers with a server error."""
+    valid = SamplingParams.__struct_fields__
+    for name in sampling:
+        if name not in valid:
+            near = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
+            raise ValueError(f"unknown sampling parameter '{name}'; did you mean '{near[0]}'?")
+
+
 def validate_request(
     original: Callable[..., None], manager: Any, request: Any, input_ids: list[int]
 ) -> None:
@@ -89,11 +101,13 @@ def validate_request(
 
     Raises:
         UnsupportedParameter: naming every parameter that ASPIRE cannot honour.
-        ValueError: the prompt is empty or holds a token id that does not exist.
+        ValueError: the prompt is empty or holds a token id that does not exist, or a sampling
+            parameter is unknown.
     """
     original(manager, request, input_ids)
     if manager.server_args.attention_backend == "aspire":
         _check_token_ids(input_ids, request, manager.model_config.vocab_size)
+        _check_parameter_names(request.sampling_params or {})
     if not is_aspire(manager.server_args):
         return
     found = unsupported_parameters(request)

@@ -94,7 +94,7 @@ def plain(servers: tuple[Client, Aspire]) -> Client:
 def aspire(servers: tuple[Client, Aspire]) -> Iterator[Aspire]:
     """The speculating server with default settings; checks the invariants afterwards."""
     client = servers[1]
-    client.answers.clear()
+    client.begin_test()
     client.configure()
     yield client
     client.assert_invariants()
