@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from aspire_sglang.compat import stop
@@ -41,6 +44,45 @@ def add_cli_args(original: Callable[..., None], parser: argparse.ArgumentParser)
         help="YAML file with the settings of --speculative-algorithm ASPIRE, or the settings "
         "themselves as '{gamma_max: 8, context: {ratio: 0.1}}'.",
     )
+
+
+def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    """AROUND ``ServerArgs.from_cli_args``: faults a user makes often end with one sentence, before
+    a minute of imports and a page of traceback."""
+    if (args.speculative_algorithm or "").upper() == ALGORITHM:
+        fault = _missing_model(args) or _context_too_long(args) or _port_in_use(args)
+        if fault:
+            stop(fault)
+    return original(cls, args)
+
+
+def _missing_model(args: argparse.Namespace) -> str | None:
+    path = Path(args.model_path).expanduser()
+    local = path.is_absolute() or args.model_path.startswith((".", "~"))
+    if local and not path.exists():
+        return f"--model-path {args.model_path}: there is no such file or folder."
+    return None
+
+
+def _context_too_long(args: argparse.Namespace) -> str | None:
+    wanted = args.context_length
+    config = Path(args.model_path).expanduser() / "config.json"
+    if wanted is None or not config.is_file():
+        return None
+    limit = json.loads(config.read_text()).get("max_position_embeddings")
+    if limit is not None and wanted > limit:
+        return f"--context-length {wanted}: the model holds at most {limit} positions."
+    return None
+
+
+def _port_in_use(args: argparse.Namespace) -> str | None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((args.host or "127.0.0.1", args.port))
+        except OSError as error:
+            return f"--port {args.port}: {error.strerror}; choose another port."
+    return None
 
 
 def draft_kv_pool(original: Callable[..., Any], **kwargs: Any) -> Any:

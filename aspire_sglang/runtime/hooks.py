@@ -41,6 +41,12 @@ HOOKS = (
         "adds --aspire-config; SGLang has no mechanism for a plugin's own flags",
     ),
     Hook(
+        "server_args.ServerArgs.from_cli_args",
+        HookType.AROUND,
+        arguments.from_cli_args,
+        "a missing model, a port in use or too long a context end with one sentence",
+    ),
+    Hook(
         "mem_cache.kv_cache_builder.get_draft_kv_pool",
         HookType.AROUND,
         arguments.draft_kv_pool,

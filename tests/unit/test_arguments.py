@@ -1,0 +1,77 @@
+"""Faults at launch end with one sentence and a non-zero exit."""
+
+import argparse
+import json
+import socket
+
+import pytest
+
+from aspire_sglang.runtime import arguments
+
+
+def launch(**changes):
+    given = {
+        "speculative_algorithm": "aspire",
+        "model_path": "org/model",
+        "context_length": None,
+        "host": "127.0.0.1",
+        "port": 0,
+    }
+    args = argparse.Namespace(**{**given, **changes})
+    return arguments.from_cli_args(lambda cls, args: "started", object, args)
+
+
+def refused(capsys, **changes) -> str:
+    with pytest.raises(SystemExit) as ended:
+        launch(**changes)
+    assert ended.value.code == 2
+    message = capsys.readouterr().err.strip()
+    assert "\n" not in message
+    return message
+
+
+def test_good_arguments_pass():
+    assert launch() == "started"
+
+
+def test_missing_model(capsys):
+    assert "/no/such/model" in refused(capsys, model_path="/no/such/model")
+
+
+def test_context_longer_than_the_model(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 8192}))
+    message = refused(capsys, model_path=str(tmp_path), context_length=9000)
+    assert "9000" in message
+    assert "8192" in message
+    assert launch(model_path=str(tmp_path), context_length=8192) == "started"
+
+
+def test_port_in_use(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert str(port) in refused(capsys, port=port)
+
+
+def test_other_servers_are_left_alone():
+    assert launch(speculative_algorithm=None, model_path="/no/such/model") == "started"
+
+
+def test_unknown_setting_on_the_command_line(capsys, monkeypatch):
+    parser = argparse.ArgumentParser()
+    arguments.add_cli_args(lambda parser: None, parser)
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["--aspire-config", "{gama_max: 1}"])
+    assert ended.value.code == 2
+    assert "did you mean 'gamma_max'" in capsys.readouterr().err
+
+
+def test_valid_setting_reaches_the_worker_processes(monkeypatch):
+    monkeypatch.setenv("ASPIRE_CONFIG", "")
+    parser = argparse.ArgumentParser()
+    arguments.add_cli_args(lambda parser: None, parser)
+    parser.parse_args(["--aspire-config", "{gamma_max: 4}"])
+    from aspire_sglang.config import load_config
+
+    assert load_config().gamma_max == 4
