@@ -130,8 +130,9 @@ def test_outputs_vary(plain, aspire):
 def test_degenerate_filters_are_greedy(plain, aspire, sampling):
     """B05 a-c."""
     aspire.configure(DRAFTING)
-    expected = plain.generate(PROSE, max_new_tokens=24)
-    found = aspire.generate(PROSE, **{"temperature": 1.0, "max_new_tokens": 24, **sampling})
+    options = {"max_new_tokens": 24, "ignore_eos": True}
+    expected = plain.generate(PROSE, **options)
+    found = aspire.generate(PROSE, **{"temperature": 1.0, **options, **sampling})
     speculated(found)
     assert found["output_ids"] == expected["output_ids"]
 
@@ -139,9 +140,10 @@ def test_degenerate_filters_are_greedy(plain, aspire, sampling):
 def test_mixed_batch_keeps_parameters_apart(plain, aspire):
     """Greedy requests beside sampled ones keep their text."""
     aspire.configure(DRAFTING)
-    expected = plain.generate(PROSE, max_new_tokens=32)["output_ids"]
+    options = {"max_new_tokens": 32, "ignore_eos": True}
+    expected = plain.generate(PROSE, **options)["output_ids"]
     bodies = [
-        {"text": PROSE, "sampling_params": {"temperature": t, "max_new_tokens": 32, "top_p": p}}
+        {"text": PROSE, "sampling_params": {"temperature": t, "top_p": p, **options}}
         for t, p in [(0, 1), (1.0, 1), (0, 1), (0.7, 0.9), (0, 1), (1.3, 0.95)]
     ]
     from concurrent.futures import ThreadPoolExecutor
