@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Speed of the attention kernels for the CPU on this machine. Arguments are passed on.
+# Decode speed of ASPIRE against plain decoding on this machine. Arguments are passed on; see --help.
+# The kernels alone: python bench/cpu_kernels.py
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 "$root/bench/env.sh"
-exec "${ASPIRE_VENV:-$root/.venv}/bin/python" "$root/bench/cpu_kernels.py" "$@"
+exec "${ASPIRE_VENV:-$root/.venv}/bin/python" "$root/bench/speed.py" --servers ASPIRE plain "$@"
