@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -22,7 +23,7 @@ QUESTIONS = (
     "Write a short introduction to the text above.",
 )
 COPY_REQUEST = "\n\nThe same text once more, word for word:\n\n"
-COPY_START_WORDS = 12
+COPY_START = re.compile(r"(?:\s*\S+){1,12}")
 LATER_PART = " (later part)"
 
 
@@ -88,8 +89,8 @@ def _frame(kind: str, tokenizer: TextTokenizer, question: str) -> Frame:
 
     def copy(passage: str) -> tuple[str, str | None]:
         # A small model copies reliably once the first words are there.
-        words = passage.split(" ", COPY_START_WORDS)[:COPY_START_WORDS]
-        return passage + COPY_REQUEST + " ".join(words), None
+        start = COPY_START.match(passage)
+        return passage + COPY_REQUEST + (start.group() if start else ""), None
 
     def chat(passage: str) -> tuple[str, str | None]:
         message = f"{passage}\n\n{question}"
@@ -101,17 +102,24 @@ def _frame(kind: str, tokenizer: TextTokenizer, question: str) -> Frame:
 def _fill(kind: str, frame: Frame, shelf: _Shelf, tokenizer: TextTokenizer, length: int) -> Prompt:
     """Find the passage with which the framed prompt is ``length`` tokens long."""
     title, material = shelf.open(length)
+    # The frame repeats words of the passage, so its length may jump with the passage's: steps by
+    # the missing tokens, inside a bracket that every try narrows.
+    low, high = 0, length + 1
     wanted = length - len(encode(tokenizer, frame("")[0]))
-    for _ in range(8):
-        if wanted < 1:
-            break
+    while low < wanted < high:
         passage = _cut(tokenizer, material, wanted, slack=int(length * TOLERANCE))
         text, message = frame(passage)
         ids = encode(tokenizer, text)
         if abs(len(ids) - length) <= length * TOLERANCE:
             shelf.close(passage)
             return Prompt(kind, title, text, tuple(ids), message)
+        if len(ids) < length:
+            low = wanted
+        else:
+            high = wanted
         wanted += length - len(ids)
+        if not low < wanted < high:
+            wanted = (low + high) // 2
     raise ValueError(f"no {kind} prompt of {length} tokens can be built from '{title}'")
 
 

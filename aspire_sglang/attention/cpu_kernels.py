@@ -113,9 +113,14 @@ def full_attention_with_scores(
     voters = {vote.row: _voters(vote, plan) for vote in votes}
     scores: dict[int, Tensor] = {}
     if plan.single is not None:
-        queries = q[plan.single_tokens]
-        part, probs = attend_single(queries, k, v, plan.single, scale, logit_cap, bool(voters))
-        out[plan.single_tokens] = part
+        alone = not plan.many
+        queries = q if alone else q[plan.single_tokens]
+        target = out if alone else None
+        part, probs = attend_single(
+            queries, k, v, plan.single, scale, logit_cap, bool(voters), target
+        )
+        if not alone:
+            out[plan.single_tokens] = part
         scores.update(_single_scores(plan, probs, set(voters), reduction))
     for row, row_plan in plan.many.items():
         span = slice(plan.starts[row], plan.starts[row] + plan.lens[row])
@@ -150,7 +155,13 @@ def plan_sparse(
 
 
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: SinglePlan, scale: float, logit_cap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: SinglePlan,
+    scale: float,
+    out: Tensor | None = None,
+    logit_cap: float = 0.0,
 ) -> Tensor:
     """Attention of draft rows over their slot lists.
 
@@ -159,16 +170,17 @@ def sparse_attention(
         k, v: ``[Hkv, num_slots, D]`` contiguous pool of one layer, the dtype of ``q``.
         plan: from :func:`plan_sparse`.
         scale: factor of the scores.
+        out: ``[n, Hq, D]`` to write to; allocated if None.
         logit_cap: ``c`` of ``c * tanh(score / c)``; 0 for none.
 
     Returns:
-        ``[n, Hq, D]``.
+        ``out``.
 
     Raises:
         ValueError: shapes that do not fit the plan.
     """
     _check(q, k, v, plan.geometry)
-    return attend_single(q, k, v, plan, scale, logit_cap)[0]
+    return attend_single(q, k, v, plan, scale, logit_cap, out=out)[0]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> None:

@@ -1,11 +1,11 @@
 """Attention of rows with several query tokens: verify runs and prefill chunks.
 
 The keys before a row's own tokens are visible to all of its queries, so they need no mask and can
-be taken in any pieces: PyTorch's flash kernel reads each piece in place and gives its
-log-sum-exp, by which the pieces are merged. The query heads of a group are folded into the
-queries of one KV head, which reads the keys once, and a long piece is split over a batch
-dimension to occupy all threads. The row's own tokens, with what is left of the prefix if they
-are few, are one small masked piece.
+be taken in any pieces: each piece is read in place, by oneDNN products or by PyTorch's flash
+kernel, and gives its log-sum-exp, by which the pieces are merged. The query heads of a group are
+folded into the queries of one KV head, which reads the keys once; for the flash kernel a long
+piece is split over a batch dimension to occupy all threads. The row's own tokens, with what is
+left of the prefix if they are few, are one small masked piece.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aspire_sglang.attention.cpu_products import attend_products, matmul_t
+from aspire_sglang.attention.cpu_products import attend_products, matmul_t, products_pay
 from aspire_sglang.attention.cpu_runs import Geometry, Piece, gather, read_piece, split_runs
 
 #: Up to this many query tokens, own tokens are folded and masked together with leftover keys;
@@ -106,7 +106,7 @@ def attend_row(
     tokens, num_heads, dim = q.shape
     kv_heads = k.shape[0]
     x = _fold(q, kv_heads)
-    use_flash = not logit_cap and flash_available()
+    use_flash = not (logit_cap or products_pay(x.shape[1], q.dtype)) and flash_available()
     parts: list[tuple[Tensor, Tensor]] = []
     for piece in plan.prefix:
         keys, values = read_piece(k, piece), read_piece(v, piece)
@@ -116,13 +116,12 @@ def attend_row(
             parts.append(attend_products(x, keys, values, scale, logit_cap))
     if plan.own is not None:
         keys, values = read_piece(k, plan.own), read_piece(v, plan.own)
-        if not use_flash:
-            causal = tokens if plan.mask is None else 0
-            part = attend_products(x, keys, values, scale, logit_cap, plan.mask, causal)
-        elif plan.mask is not None:
-            part = _flash(x, keys, values, scale, plan.mask)
-        else:
+        if plan.mask is not None:
+            part = _attend_masked(x, keys, values, scale, plan.mask, logit_cap)
+        elif use_flash:
             part = _flash_causal(q, keys, values, scale)
+        else:
+            part = attend_products(x, keys, values, scale, logit_cap, causal_tokens=tokens)
         parts.append(part)
     out, lse = _merge(parts)
     out = out.view(kv_heads, tokens, num_heads // kv_heads, dim).transpose(0, 1)
@@ -183,14 +182,34 @@ def _fold(q: Tensor, kv_heads: int) -> Tensor:
     return q.view(tokens, kv_heads, -1, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
 
 
-def _flash(
-    x: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None = None
+def _attend_masked(
+    x: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor, logit_cap: float
 ) -> tuple[Tensor, Tensor]:
+    """Attention over a few keys ``[Hkv, n, D]`` of which not all queries see all.
+
+    Args:
+        x: folded queries ``[Hkv, R, D]``.
+        mask: float32 ``[R, n]`` to add to the scores.
+
+    Returns:
+        ``[1, Hkv, R, D]`` and the log-sum-exp, float32 ``[1, Hkv, R]``.
+    """
+    queries, columns = x.float(), keys.float().transpose(1, 2)
+    if logit_cap:
+        scores = torch.bmm(queries, columns)
+        scores.mul_(scale / logit_cap).tanh_().mul_(logit_cap).add_(mask)
+    else:
+        scores = torch.baddbmm(mask, queries, columns, alpha=scale)
+    probs = torch.softmax(scores, dim=-1)
+    lse = scores.amax(-1).sub_(probs.amax(-1).log_())
+    return torch.bmm(probs.to(values.dtype), values).unsqueeze(0), lse.unsqueeze(0)
+
+
+def _flash(x: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Flash kernel over keys ``[Hkv, n, D]``, split into ``S`` shares to occupy the threads.
 
     Args:
         x: folded queries ``[Hkv, R, D]``.
-        mask: float32 ``[R, n]`` to add to the scores; such keys are not split.
 
     Returns:
         ``[S, Hkv, R, D]`` and the log-sum-exp of every share, float32 ``[S, Hkv, R]``.
@@ -200,8 +219,7 @@ def _flash(
     splits = 1
     items = heads * -(-rows // _FLASH_ROWS)
     while (
-        mask is None
-        and items * splits < 4 * torch.get_num_threads()
+        items * splits < 4 * torch.get_num_threads()
         and length % (2 * splits) == 0
         and length // (2 * splits) >= MIN_SPLIT
     ):
@@ -211,7 +229,6 @@ def _flash(
         x.unsqueeze(0).expand(splits, -1, -1, -1),
         keys.view(shape).transpose(0, 1),
         values.view(shape).transpose(0, 1),
-        attn_mask=None if mask is None else mask.to(x.dtype),
         scale=scale,
     )
 
@@ -247,10 +264,18 @@ def _merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     Returns:
         ``[Hkv, R, D]`` and the log-sum-exp of all scores ``[Hkv, R]``.
     """
-    out, lse = parts[0]
-    if len(parts) > 1:
-        out = torch.cat([part for part, _ in parts])
-        lse = torch.cat([part for _, part in parts])
+    out, lse = _merge_splits(*parts[0])
+    for part in parts[1:]:
+        other, other_lse = _merge_splits(*part)
+        # The share of the second part is a sigmoid of the difference.
+        share = torch.sub(other_lse, lse).sigmoid_().unsqueeze(-1)
+        out = torch.lerp(out, other, share.to(out.dtype))
+        lse = torch.logaddexp(lse, other_lse)
+    return out, lse
+
+
+def _merge_splits(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the shares of one part: ``[S, Hkv, R, D]`` to ``[Hkv, R, D]``."""
     if lse.shape[0] == 1:
         return out[0], lse[0]
     weights = torch.softmax(lse, dim=0)

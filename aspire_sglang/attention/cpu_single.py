@@ -52,6 +52,8 @@ class RowGroup:
         members: the same as numbers.
         chunks, width: keys of a row are cut into ``chunks`` ranges of ``width``.
         padding: bool ``[n, 1, c, 1, width]`` marks padded keys of the last ``c`` chunks, or None.
+        scores, probs: float32 scratch ``[n, Hkv, chunks, group, width]`` (indexed only; empty
+            else); every layer writes to it.
         first: index of the group's first value in the plan's flat arrays.
         bags: (row, KV head, chunk, head in group) combinations.
     """
@@ -63,6 +65,8 @@ class RowGroup:
     padding: Tensor | None
     first: int
     bags: int
+    scores: Tensor
+    probs: Tensor
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,9 @@ class SinglePlan:
             (row, kv head, chunk, head in group, key) when indexed, (row, kv head, key) when not.
         queries: int64 ``[bags]`` row of ``q.view(rows * Hq, D)`` of every bag (indexed only).
         offsets: first value of every bag, closed by the total: ``[bags + 1]`` (indexed only).
-        pattern: sparse matrix of the bags by the flat pool; its values are the scratch that
-            every layer writes its scores to. None when KV is gathered instead.
+        pattern: sparse matrix of the bags by the flat pool; its values are the scores of all
+            groups. None when KV is gathered instead.
+        weights: float32 ``[values]``, the probabilities of all groups (indexed only).
     """
 
     geometry: Geometry
@@ -88,6 +93,7 @@ class SinglePlan:
     queries: Tensor
     offsets: Tensor
     pattern: Tensor | None
+    weights: Tensor
 
 
 def by_index(geometry: Geometry, dtype: torch.dtype) -> bool:
@@ -120,7 +126,7 @@ def plan_single(
     heads, group = geometry.num_kv_heads, geometry.group
     offsets = geometry.head_offsets(index_type).view(heads, 1, 1, 1)
     every_head = torch.arange(geometry.num_heads).view(heads, 1, group)
-    groups: list[RowGroup] = []
+    groups: list[tuple[Tensor, list[int], int, int, Tensor | None, int, int]] = []
     columns: list[Tensor] = []
     queries: list[Tensor] = []
     bounds: list[Tensor] = []
@@ -141,23 +147,40 @@ def plan_single(
         bags = queries[-1].numel()
         bounds.append(torch.arange(first, first + bags * width, width, dtype=index_type))
         padding = _padding(own, chunks, width)
-        groups.append(RowGroup(rows, members, chunks, width, padding, first, bags))
+        groups.append((rows, members, chunks, width, padding, first, bags))
         first += columns[-1].numel()
     all_columns = torch.cat([*columns, torch.empty(0, dtype=index_type)])
     all_queries = torch.cat([*queries, torch.empty(0, dtype=torch.int64)])
     all_bounds = torch.cat([*bounds, torch.tensor([first], dtype=index_type)])
+    values = first if indexed else 0
+    # Zeros, because the product adds 0 times the old value, which must not be NaN.
+    scores, weights = torch.zeros(values), torch.empty(values)
     pattern = None
-    if indexed and first:
+    if values:
         pattern = torch.sparse_csr_tensor(
             all_bounds,
             all_columns,
-            # Zeros, because the product adds 0 times the old value, which must not be NaN.
-            torch.zeros(first, dtype=torch.float32),
+            scores,
             (all_queries.numel(), heads * geometry.num_slots),
             check_invariants=False,
         )
+        scores = pattern.values()
+
+    def finished(rows, members, chunks, width, padding, first, bags) -> RowGroup:
+        shape = (len(members) if indexed else 0, heads, chunks, group, width)
+        span = slice(first, first + math.prod(shape))
+        views = scores[span].view(shape), weights[span].view(shape)
+        return RowGroup(rows, members, chunks, width, padding, first, bags, *views)
+
     return SinglePlan(
-        geometry, len(lens), tuple(groups), all_columns, all_queries, all_bounds, pattern
+        geometry,
+        len(lens),
+        tuple(finished(*parts) for parts in groups),
+        all_columns,
+        all_queries,
+        all_bounds,
+        pattern,
+        weights,
     )
 
 
@@ -169,6 +192,7 @@ def attend_single(
     scale: float,
     logit_cap: float = 0.0,
     want_probs: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Attention of one-query rows over their planned slots.
 
@@ -178,7 +202,8 @@ def attend_single(
         plan: from :func:`plan_single`.
         scale: factor of the scores.
         logit_cap: ``c`` of ``c * tanh(score / c)``; 0 for none.
-        want_probs: also return the probabilities.
+        want_probs: also return the probabilities; the next layer overwrites them.
+        out: ``[n, Hq, D]`` to write to; allocated if None.
 
     Returns:
         ``[n, Hq, D]`` in the dtype of ``q``, and, if wanted, for every group of the plan float32
@@ -189,7 +214,7 @@ def attend_single(
     """
     if q.shape[0] != plan.rows:
         raise ValueError(f"{q.shape[0]} query rows for a plan of {plan.rows}")
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     if plan.pattern is not None:
         probs = _attend_indexed(q, k, v, plan, scale, logit_cap, out)
     else:
@@ -215,33 +240,27 @@ def _attend_indexed(
     torch.sparse.sampled_addmm(
         plan.pattern, folded, k.view(-1, dim).t(), beta=0.0, alpha=scale, out=plan.pattern
     )
-    assert plan.pattern is not None
-    scores = plan.pattern.values()
-    weights = torch.empty_like(scores)
-    results: list[tuple[Tensor, Tensor | None]] = []
+    shares: list[Tensor | None] = []
     for rows in plan.groups:
-        shape = (len(rows.members), heads, rows.chunks, group, rows.width)
-        span = slice(rows.first, rows.first + math.prod(shape))
-        part, probs = scores[span].view(shape), weights[span].view(shape)
-        _shape_scores(part, rows, logit_cap)
-        torch.softmax(part, dim=-1, out=probs)
+        _shape_scores(rows.scores, rows, logit_cap)
+        torch.softmax(rows.scores, dim=-1, out=rows.probs)
         share = None
         if rows.chunks > 1:
             # The largest score and its probability give the log-sum-exp without another exp.
-            lse = part.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log_()
+            lse = rows.scores.amax(-1, keepdim=True) - rows.probs.amax(-1, keepdim=True).log_()
             share = torch.softmax(lse, dim=2)
-        results.append((probs, share))
+        shares.append(share)
     sums = torch.embedding_bag(
-        v.view(-1, dim), plan.columns, plan.offsets, False, 0, False, weights, True
+        v.view(-1, dim), plan.columns, plan.offsets, False, 0, False, plan.weights, True
     )[0]
     first = 0
-    for rows, (_, share) in zip(plan.groups, results, strict=True):
+    for rows, share in zip(plan.groups, shares, strict=True):
         part = sums[first : first + rows.bags].view(-1, heads, rows.chunks, group, dim)
         if share is not None:
             part = (part * share).sum(2)
         out[rows.rows] = part.reshape(len(rows.members), -1, dim)
         first += rows.bags
-    return results
+    return [(rows.probs, share) for rows, share in zip(plan.groups, shares, strict=True)]
 
 
 def _attend_gathered(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ForwardRows:
-    """Row ``i`` owns query tokens ``starts[i] .. starts[i] + q_lens[i]`` of the flat batch.
+    """A ragged batch whose query tokens lie draft rows first, then full rows, in row order.
 
     A full row's queries are the last ``q_lens[i]`` of its ``context_lens[i]`` positions and see
     everything before them. A draft row has one query, at the last position, and reads its sparse
@@ -26,14 +26,6 @@ class ForwardRows:
     context_lens: list[int]
     draft: list[bool]
     decoding: bool = False
-
-    @property
-    def starts(self) -> list[int]:
-        starts, total = [], 0
-        for q_len in self.q_lens:
-            starts.append(total)
-            total += q_len
-        return starts
 
     @property
     def full_rows(self) -> list[int]:

@@ -50,9 +50,6 @@ class TorchMixedAttention:
         self._rows = rows
         self._full_rows = rows.full_rows
         self._draft_rows = rows.draft_rows
-        starts = rows.starts
-        self._full_tokens = _tokens(starts, rows.q_lens, self._full_rows)
-        self._draft_tokens = _tokens(starts, rows.q_lens, self._draft_rows)
         self._full_plan = self._plan_full(self._full_rows) if self._full_rows else None
         # The refresh layer reads the whole context of draft rows too; planned on first use.
         self._refresh_plan: FullPlan | None = None
@@ -67,64 +64,47 @@ class TorchMixedAttention:
             out: ``[T, Hq, D]``, written.
         """
         k, v = self._pool.head_major(layer.layer_id)
+        drafts = len(self._draft_rows)
         if self._full_plan is not None:
-            self._attend_full(layer, q, k, v, out)
+            self._attend_full(layer, q[drafts:], k, v, out[drafts:])
         if self._sparse_plan is not None:
+            queries, part = q[:drafts], out[:drafts]
             context = self.context
             if context is not None and context.draft_rows_vote(layer.layer_id):
-                self._attend_refresh(layer, q, k, v, out)
+                self._attend_refresh(layer, queries, k, v, part)
             else:
-                queries = q[self._draft_tokens]
-                part = sparse_attention(
-                    queries, k, v, self._sparse_plan, layer.scaling, layer.logit_cap
+                sparse_attention(
+                    queries, k, v, self._sparse_plan, layer.scaling, part, layer.logit_cap
                 )
-                out[self._draft_tokens] = part
 
     def _attend_full(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         plan = self._full_plan
         assert plan is not None
-        whole = not self._draft_rows
-        queries = q if whole else q[self._full_tokens]
         context = self.context
-        if context is not None and context.full_rows_vote(layer.layer_id):
-            # The first query of a verify speaks for the bonus token, the last for the newest
-            # draft; of a prefill only the last is worth asking.
-            voters = (0, -1) if self._rows.decoding else (-1,)
-            votes = [Vote(i, voters) for i in range(len(self._full_rows))]
-            part, scores = full_attention_with_scores(
-                queries,
-                k,
-                v,
-                plan,
-                layer.scaling,
-                votes,
-                logit_cap=layer.logit_cap,
-                reduction=context.selection.reduction,
-            )
-            self._vote(self._full_rows, scores)
-        else:
-            part = full_attention(queries, k, v, plan, layer.scaling, logit_cap=layer.logit_cap)
-        if whole:
-            out.copy_(part)
-        else:
-            out[self._full_tokens] = part
+        if context is None or not context.full_rows_vote(layer.layer_id):
+            full_attention(q, k, v, plan, layer.scaling, out, layer.logit_cap)
+            return
+        # The first query of a verify speaks for the bonus token, the last for the newest draft;
+        # of a prefill only the last is worth asking.
+        voters = (0, -1) if self._rows.decoding else (-1,)
+        votes = [Vote(i, voters) for i in range(len(self._full_rows))]
+        reduction = context.selection.reduction
+        _, scores = full_attention_with_scores(
+            q, k, v, plan, layer.scaling, votes, out, layer.logit_cap, reduction
+        )
+        self._vote(self._full_rows, scores)
 
     def _attend_refresh(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         context = self.context
         assert context is not None
         if self._refresh_plan is None:
             self._refresh_plan = self._plan_full(self._draft_rows)
-        part, scores = full_attention_with_scores(
-            q[self._draft_tokens],
-            k,
-            v,
-            self._refresh_plan,
-            layer.scaling,
-            [Vote(i) for i in range(len(self._draft_rows))],
-            logit_cap=layer.logit_cap,
-            reduction=context.selection.reduction,
+        votes = [Vote(i) for i in range(len(self._draft_rows))]
+        reduction = context.selection.reduction
+        plan = self._refresh_plan
+        _, scores = full_attention_with_scores(
+            q, k, v, plan, layer.scaling, votes, out, layer.logit_cap, reduction
         )
-        out[self._draft_tokens] = part
         self._vote(self._draft_rows, scores)
         if context.refresh.same_step:
             self._sparse_plan = self._plan_sparse()
@@ -153,11 +133,3 @@ class TorchMixedAttention:
         positions, lens = self.context.lists.draft_positions(slots, queries)
         table = self._table[slots[:, None], positions].long()
         return plan_sparse(table, lens, self._geometry, self._dtype)
-
-
-def _tokens(starts: list[int], q_lens: list[int], rows: list[int]) -> Tensor:
-    """Flat query tokens of the given rows, ``[t]`` int64."""
-    return torch.tensor(
-        [token for row in rows for token in range(starts[row], starts[row] + q_lens[row])],
-        dtype=torch.int64,
-    )

@@ -59,7 +59,22 @@ def rotary_embedding(
     if not whole_heads or offsets is not None or query.dtype != torch.float32:
         return op.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
     cos, sin = _factors(op, positions)
-    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+    if not _adjacent(query, key):
+        return _rotate(query, cos, sin), _rotate(key, cos, sin)
+    width = query.shape[1]
+    both = query.as_strided((query.shape[0], width + key.shape[1]), query.stride())
+    rotated = _rotate(both, cos, sin)
+    return rotated[:, :width], rotated[:, width:]
+
+
+def _adjacent(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether both are neighbouring columns of one matrix, as a fused projection leaves them."""
+    return (
+        query.stride() == key.stride()
+        and query.stride(1) == 1
+        and query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr()
+        and key.storage_offset() == query.storage_offset() + query.shape[1]
+    )
 
 
 def _factors(op: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,9 @@ class StepPlan:
     A draft row has one query token at position ``seq_lens[i] + pending[i]`` and reads its sparse
     context. A verify row has ``pending[i] + 1`` query tokens from position ``seq_lens[i]`` and
     reads everything; with no pending drafts it is a plain decode row.
+
+    The query tokens lie in the flat batch draft rows first, then verify rows, each group in row
+    order, so that either group is a slice of queries, of attention output and of logits.
     """
 
     slots: list[int]
@@ -30,21 +33,18 @@ class StepPlan:
     """``[T]`` int64."""
     out_cache_loc: torch.Tensor
     """``[T]`` int64, KV slots written by this forward."""
-    qo_indptr: list[int]
-    """``[bs + 1]`` first query token of each row."""
+    draft_rows: list[int]
+    verify_rows: list[int]
 
     @property
-    def verify_rows(self) -> list[int]:
-        return [i for i, verify in enumerate(self.verify) if verify]
-
-    @property
-    def draft_rows(self) -> list[int]:
-        return [i for i, verify in enumerate(self.verify) if not verify]
+    def num_tokens(self) -> int:
+        """Query tokens of the step."""
+        return self.input_ids.shape[0]
 
     @property
     def mixed(self) -> bool:
         """Whether draft and verify rows share this step."""
-        return any(self.verify) and not all(self.verify)
+        return bool(self.verify_rows) and bool(self.draft_rows)
 
     def shape(self, draft_kv: Sequence[int]) -> StepShape:
         """What the step costs, for the cost model; ``draft_kv[i]``: tokens draft row i reads."""
@@ -77,14 +77,13 @@ def build_plan(
         req_to_token: ``[num_slots, width]`` KV slot of each position.
     """
     q_lens = [k + 1 if v else 1 for k, v in zip(pending, verify, strict=True)]
-    qo_indptr = [0]
+    draft_rows = [i for i, v in enumerate(verify) if not v]
+    verify_rows = [i for i, v in enumerate(verify) if v]
     row: list[int] = []
     step: list[int] = []
-    for i, q_len in enumerate(q_lens):
-        first = pending[i] + 1 - q_len
-        row += [i] * q_len
-        step += range(first, first + q_len)
-        qo_indptr.append(qo_indptr[-1] + q_len)
+    for i in (*draft_rows, *verify_rows):
+        row += [i] * q_lens[i]
+        step += range(pending[i] + 1 - q_lens[i], pending[i] + 1)
     device = req_to_token.device
     row_t = torch.tensor(row, dtype=torch.int64, device=device)
     step_t = torch.tensor(step, dtype=torch.int64, device=device)
@@ -101,5 +100,6 @@ def build_plan(
         input_ids=chains[row_t, step_t],
         positions=positions,
         out_cache_loc=req_to_token[slot_t[row_t], positions].long(),
-        qo_indptr=qo_indptr,
+        draft_rows=draft_rows,
+        verify_rows=verify_rows,
     )

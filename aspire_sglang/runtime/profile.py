@@ -105,7 +105,7 @@ def _time_step(worker: Any, plan: StepPlan) -> float:
         spec_algorithm=runner.spec_algorithm,
         spec_info=MixedForwardInput(plan),
         capture_hidden_mode=CaptureHiddenMode.NULL,
-        num_token_non_padded_cpu=plan.qo_indptr[-1],
+        num_token_non_padded_cpu=plan.num_tokens,
     )
     start = time.perf_counter()
     worker.target_worker.forward_batch_generation(None, forward_batch=batch, is_verify=True)

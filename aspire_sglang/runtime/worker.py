@@ -160,7 +160,7 @@ class AspireWorker(BaseSpecWorker):
         self.telemetry.step(
             drafts=len(plan.draft_rows),
             verifies=len(plan.verify_rows),
-            tokens=plan.qo_indptr[-1],
+            tokens=plan.num_tokens,
             seconds=seconds,
         )
         return result
@@ -190,7 +190,7 @@ class AspireWorker(BaseSpecWorker):
         forward: GenerationBatchResult,
     ) -> GenerationBatchResult:
         """Sample drafts, accept runs, and describe the outcome to SGLang."""
-        logits = forward.logits_output.next_token_logits[: plan.qo_indptr[-1]]
+        logits = forward.logits_output.next_token_logits[: plan.num_tokens]
         outcome = self.sampler.step(plan, states, logits, batch.sampling_info)
         rows = plan.verify_rows
         advance = torch.zeros(len(states), dtype=batch.seq_lens.dtype)

@@ -35,11 +35,11 @@ def plan(pending: list[int], verify: list[bool]):
 def test_mixed_plan_lays_out_rows():
     found = plan([0, 2, 3, 0], [False, True, False, True])
     assert found.q_lens == [1, 3, 1, 1]
-    assert found.qo_indptr == [0, 1, 4, 5, 6]
-    # A draft row queries with its newest token, a verify row with the bonus and all drafts.
-    assert found.input_ids.tolist() == [7000, 7001, 201, 202, 303, 7003]
-    assert found.positions.tolist() == [10, 20, 21, 22, 33, 40]
-    assert found.out_cache_loc.tolist() == [1010, 2020, 2021, 2022, 3033, 4040]
+    assert found.num_tokens == 6
+    # Draft rows first: their newest token each; then verify rows: the bonus and all drafts.
+    assert found.input_ids.tolist() == [7000, 303, 7001, 201, 202, 7003]
+    assert found.positions.tolist() == [10, 33, 20, 21, 22, 40]
+    assert found.out_cache_loc.tolist() == [1010, 3033, 2020, 2021, 2022, 4040]
     assert (found.draft_rows, found.verify_rows) == ([0, 2], [1, 3])
     assert found.mixed
 

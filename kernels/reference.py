@@ -1,0 +1,191 @@
+"""What the kernels compute, in plain torch, slowly and in float64: for tests."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from aspire_sglang.context.page_lists import PageLists
+from aspire_sglang.context.selection import Reduction
+from aspire_sglang.kernels.vote_rows import VOTERS, VoteRows
+
+
+def logits_of(
+    q: Tensor, k: Tensor, req_to_token: Tensor, slot: int, length: int, scale: float, cap: float
+) -> Tensor:
+    """Attention logits of one query ``q [Hq, D]`` over the first ``length`` positions of a request,
+    ``[Hq, length]`` float64."""
+    keys = k[req_to_token[slot, :length].long()].double()
+    keys = keys.repeat_interleave(q.shape[0] // k.shape[1], dim=1)
+    logits = torch.einsum("hd,nhd->hn", q.double(), keys) * scale
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def query_lse(
+    q: Tensor, k: Tensor, req_to_token: Tensor, rows: VoteRows, scale: float, cap: float = 0.0
+) -> Tensor:
+    """Log-sum-exp of every voter over its visible context, ``[T, Hq]`` float32; 0 elsewhere."""
+    lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
+    for slot, voters in zip(rows.slots.tolist(), rows.voters.tolist(), strict=True):
+        for voter in voters if slot >= 0 else []:
+            if voter >= 0:
+                seen = int(rows.positions[voter]) + 1
+                logits = logits_of(q[voter], k, req_to_token, slot, seen, scale, cap)
+                lse[voter] = logits.logsumexp(-1).float()
+    return lse
+
+
+def page_scores(
+    q: Tensor,
+    lse: Tensor,
+    k: Tensor,
+    req_to_token: Tensor,
+    rows: VoteRows,
+    out: Tensor,
+    *,
+    page_size: int,
+    scale: float,
+    reduction: Reduction = "max",
+    logit_cap: float = 0.0,
+) -> Tensor:
+    """:func:`aspire_sglang.kernels.page_scores.page_scores`."""
+    for row, (slot, voters) in enumerate(
+        zip(rows.slots.tolist(), rows.voters.tolist(), strict=True)
+    ):
+        voters = [voter for voter in voters if voter >= 0 and slot >= 0]
+        if not voters:
+            continue
+        length = max(int(rows.positions[voter]) + 1 for voter in voters)
+        pages = -(-length // page_size)
+        tokens = torch.zeros(pages * page_size, dtype=torch.float64, device=q.device)
+        for voter in voters:
+            seen = int(rows.positions[voter]) + 1
+            logits = logits_of(q[voter], k, req_to_token, slot, seen, scale, logit_cap)
+            probs = (logits - lse[voter].double()[:, None]).exp()
+            merged = {"max": probs.amax(0), "mean": probs.mean(0), "sum": probs.sum(0)}[reduction]
+            tokens[:seen] += merged / len(voters)
+        out[row, :pages] = tokens.view(pages, page_size).sum(-1).float()
+    return out
+
+
+def page_lse(
+    q: Tensor,
+    k: Tensor,
+    req_to_token: Tensor,
+    rows: VoteRows,
+    out: Tensor,
+    *,
+    page_size: int,
+    scale: float,
+    lse: Tensor | None = None,
+    logit_cap: float = 0.0,
+) -> Tensor:
+    """:func:`aspire_sglang.kernels.page_lse.page_lse`."""
+    for row, slot in enumerate(rows.slots.tolist()):
+        voters: list[int] = rows.voters[row].tolist()
+        if slot < 0 or max(voters) < 0:
+            continue
+        length = max(int(rows.positions[voter]) + 1 for voter in voters if voter >= 0)
+        pages = -(-length // page_size)
+        for side in range(VOTERS):
+            if voters[side] < 0:
+                continue
+            seen = int(rows.positions[voters[side]]) + 1
+            logits = logits_of(q[voters[side]], k, req_to_token, slot, seen, scale, logit_cap)
+            padded = torch.nn.functional.pad(logits, (0, pages * page_size - seen), value=-math.inf)
+            values = padded.unflatten(-1, (pages, page_size)).logsumexp(-1)
+            if lse is not None:
+                values -= lse[voters[side]].double()[:, None]
+            values = values.unflatten(0, (out.shape[2], -1)).amax(1)
+            out[row, side, :, :pages] = values.float()
+    return out
+
+
+def select_pages(
+    page_scores: Tensor, context_lens: Tensor, slots: Tensor, lists: PageLists
+) -> None:
+    """:func:`aspire_sglang.kernels.page_selection.select_pages`."""
+    config = lists.config
+    greatest = torch.finfo(torch.float32).max
+    for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        pages = config.num_pages(int(context_lens[row]))
+        scores = page_scores[row, :pages].nan_to_num(-greatest, greatest, -greatest).tolist()
+        forced = {
+            p for p in range(pages) if p < config.sink_pages or p >= pages - config.last_pages
+        }
+        # A stable sort: of equal scores the lowest page comes first.
+        ranked = sorted((p for p in range(pages) if p not in forced), key=lambda p: -scores[p])
+        count = min(config.budget_pages(pages), pages)
+        chosen = sorted(forced | set(ranked[: count - len(forced)]))
+        lists.pages[slot] = -1
+        lists.pages[slot, :count] = torch.tensor(chosen, dtype=torch.int32)
+        lists.counts[slot] = count
+        lists.built_for[slot] = int(context_lens[row])
+
+
+def build_tables(
+    req_to_token: Tensor,
+    slots: Tensor,
+    context_lens: Tensor,
+    draft: Tensor,
+    lists: PageLists,
+    table: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    kv_page_size: int = 1,
+    padding_len: int = 0,
+) -> None:
+    """:func:`aspire_sglang.kernels.page_tables.build_tables`."""
+    for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            cache_seqlens[row] = padding_len
+            table[row, : min(padding_len, 1)] = 0
+            continue
+        positions = torch.arange(int(context_lens[row]), device=table.device)
+        if draft[row]:
+            found, lens = lists.draft_positions(
+                torch.tensor([slot], device=table.device), context_lens[row : row + 1] - 1
+            )
+            positions = found[0, : int(lens[0])]
+        entries = req_to_token[slot, positions][::kv_page_size] // kv_page_size
+        table[row, : entries.shape[0]] = entries
+        cache_seqlens[row] = positions.shape[0]
+
+
+def accept_greedy(
+    target_tokens: Tensor,
+    qo_indptr: Tensor,
+    slots: Tensor,
+    verify: Tensor,
+    drafts: Tensor,
+    pending: Tensor,
+    bonus: Tensor,
+    seq_lens: Tensor,
+    tokens: Tensor,
+    accept_len: Tensor,
+) -> None:
+    """:func:`aspire_sglang.kernels.greedy_accept.accept_greedy`."""
+    for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        target = target_tokens[int(qo_indptr[row]) :].tolist()
+        known = int(pending[slot])
+        tokens[row] = 0
+        if not verify[row]:
+            accept_len[row] = 0
+            if known < drafts.shape[1]:
+                drafts[slot, known] = target[0]
+                pending[slot] += 1
+            continue
+        accepted = 0
+        while accepted < known and int(drafts[slot, accepted]) == target[accepted]:
+            accepted += 1
+        tokens[row, : accepted + 1] = torch.tensor(target[: accepted + 1])
+        accept_len[row] = accepted + 1
+        seq_lens[row] += accepted + 1
+        bonus[slot] = target[accepted]
+        pending[slot] = 0
