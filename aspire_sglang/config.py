@@ -90,6 +90,11 @@ class SchedulerConfig(_Section):
     probe_interval: Positive = Field(
         32, description="a request that does not draft tries a short draft every this many steps"
     )
+    confidence: bool = Field(
+        True,
+        description="aspire: end a greedy draft early at a token its own probability makes "
+        "doubtful, and let a sure run go on; calibrated online",
+    )
     acceptance: AcceptanceConfig = AcceptanceConfig()
 
 

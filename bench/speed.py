@@ -30,7 +30,7 @@ from bench.server import ROOT, Server, aspire_args, exit_on_signals, plain_args
 from bench.smollm2 import cache_root, model_path
 from bench.texts import real_texts
 
-CASES = {"long": (8, 6000, 96), "short": (8, 200, 96)}
+CASES = {"long": (8, 6000, 256), "short": (8, 200, 256)}
 """Case: requests, prompt tokens of each, new tokens of each."""
 
 SERVERS = ("ASPIRE", "plain", "torch_native")

@@ -54,6 +54,7 @@ class RowGroup:
         padding: bool ``[n, 1, c, 1, width]`` marks padded keys of the last ``c`` chunks, or None.
         scores, probs: float32 scratch ``[n, Hkv, chunks, group, width]`` (indexed only; empty
             else); every layer writes to it.
+        all_in_order: the group is all of the plan's rows, in their order.
         first: index of the group's first value in the plan's flat arrays.
         bags: (row, KV head, chunk, head in group) combinations.
     """
@@ -67,6 +68,7 @@ class RowGroup:
     bags: int
     scores: Tensor
     probs: Tensor
+    all_in_order: bool
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def plan_single(
     bounds: list[Tensor] = []
     first = 0
     for members in _by_length(lens):
-        longest = lens[members[-1]]
+        longest = max(lens[member] for member in members)
         chunks = _chunks(longest, len(lens) * geometry.num_heads) if indexed else 1
         width = -(-longest // chunks)
         width = -(-width // page_size) * page_size
@@ -170,7 +172,8 @@ def plan_single(
         shape = (len(members) if indexed else 0, heads, chunks, group, width)
         span = slice(first, first + math.prod(shape))
         views = scores[span].view(shape), weights[span].view(shape)
-        return RowGroup(rows, members, chunks, width, padding, first, bags, *views)
+        in_order = members == list(range(len(lens)))
+        return RowGroup(rows, members, chunks, width, padding, first, bags, *views, in_order)
 
     return SinglePlan(
         geometry,
@@ -258,7 +261,11 @@ def _attend_indexed(
         part = sums[first : first + rows.bags].view(-1, heads, rows.chunks, group, dim)
         if share is not None:
             part = (part * share).sum(2)
-        out[rows.rows] = part.reshape(len(rows.members), -1, dim)
+        part = part.reshape(len(rows.members), -1, dim)
+        if rows.all_in_order:
+            out.copy_(part)
+        else:
+            out[rows.rows] = part
         first += rows.bags
     return [(rows.probs, share) for rows, share in zip(plan.groups, shares, strict=True)]
 
@@ -298,7 +305,7 @@ def _shape_scores(scores: Tensor, rows: RowGroup, logit_cap: float) -> None:
 
 
 def _by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Group row indices by similar length, shortest first; the last of a group is its longest."""
+    """Group row indices by similar length, shortest group first, each in row order."""
     groups: list[list[int]] = []
     limit = -1.0
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
@@ -307,7 +314,7 @@ def _by_length(lengths: Sequence[int]) -> list[list[int]]:
         else:
             groups.append([index])
             limit = lengths[index] + max(MAX_PADDING * lengths[index], MAX_PADDED_KEYS)
-    return groups
+    return [sorted(group) for group in groups]
 
 
 def _padded(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from aspire_sglang.speculation.acceptance import AcceptanceEstimator
+from aspire_sglang.speculation.confidence import ConfidenceCalibration
 
 
 @dataclass(slots=True)
@@ -21,7 +22,8 @@ class SlotState:
 
     ``pending``: drafts proposed since the last verify (``k``). ``verifies``: verify steps so far.
     ``age``: steps since the last verify. ``probs``: for a sampled request, per pending draft, its
-    stored distribution ``[V]`` and the probability of the drawn token.
+    stored distribution ``[V]`` and the probability of the drawn token. ``confidence``: for a greedy
+    request, per pending draft, the draft's probability of its token.
     """
 
     generation: int
@@ -30,6 +32,7 @@ class SlotState:
     verifies: int = 0
     age: int = 0
     probs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
 
 
 class DraftState:
@@ -37,6 +40,7 @@ class DraftState:
 
     Attributes:
         tokens: ``[num_slots, gamma_max]`` int64, draft tokens; column ``j`` is draft ``j + 1``.
+        calibration: what draft probabilities are worth, over all requests.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class DraftState:
     ) -> None:
         self.tokens = torch.zeros((num_slots, gamma_max), dtype=torch.int64, device=device)
         self._make_acceptance = make_acceptance
+        self.calibration = ConfidenceCalibration()
         self._slots: dict[int, SlotState] = {}
 
     def get(self, slot: int, generation: int) -> SlotState:
@@ -77,9 +82,18 @@ class DraftState:
         """Book a verify of all pending drafts, ``accepted`` of them accepted."""
         if state.pending:
             state.acceptance.observe(state.pending, accepted)
+            if len(state.confidence) == state.pending:
+                self.calibration.observe(state.confidence, accepted)
         else:
             state.acceptance.decay()
         state.pending = 0
         state.verifies += 1
         state.age = 0
         state.probs.clear()
+        state.confidence.clear()
+
+    def survival(self, state: SlotState) -> float | None:
+        """Probability that all pending drafts are accepted; None if nothing is known of them."""
+        if not state.confidence or len(state.confidence) != state.pending:
+            return None
+        return self.calibration.survival(state.confidence, state.acceptance.rate)

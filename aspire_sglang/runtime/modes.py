@@ -5,7 +5,7 @@ from __future__ import annotations
 from aspire_sglang.config import SchedulerConfig
 from aspire_sglang.context.sparse import SparseContext
 from aspire_sglang.runtime.cost import RunningCost
-from aspire_sglang.runtime.draft_state import SlotState
+from aspire_sglang.runtime.draft_state import DraftState, SlotState
 from aspire_sglang.speculation.policies import Policy, RowState, make_policy
 
 
@@ -29,11 +29,17 @@ class ModeScheduler:
     """Asks the policy, with what the runtime knows about every running request."""
 
     def __init__(
-        self, config: SchedulerConfig, gamma_max: int, context: SparseContext, cost: RunningCost
+        self,
+        config: SchedulerConfig,
+        gamma_max: int,
+        context: SparseContext,
+        cost: RunningCost,
+        drafts: DraftState,
     ) -> None:
         self._policy = policy_of(config, gamma_max)
         self._context = context
         self._cost = cost
+        self._drafts = drafts
 
     def decide(
         self, slots: list[int], seq_lens: list[int], states: list[SlotState], caps: list[int]
@@ -63,6 +69,7 @@ class ModeScheduler:
                 verifies=state.verifies,
                 age=state.age,
                 slot=slot,
+                survival=self._drafts.survival(state),
             )
             for slot, s, state, cap, kv in zip(slots, seq_lens, states, caps, draft_kv, strict=True)
         ]

@@ -24,7 +24,7 @@ from aspire_sglang.speculation.cost_model import StepShape
 BUDGET_SECONDS = 8.0
 """No further step is timed after this long."""
 
-_REPEATS = 2
+_REPEATS = 3
 
 
 def profile_steps(worker: Any) -> list[tuple[StepShape, float]]:

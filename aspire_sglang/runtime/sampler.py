@@ -29,8 +29,10 @@ class Accepted:
 class StepSampler:
     """Greedy rows are decided by argmax, sampled rows by rejection sampling."""
 
-    def __init__(self, state: DraftState) -> None:
+    def __init__(self, state: DraftState, *, confidence: bool) -> None:
+        """``confidence``: note the draft's probability of the tokens of greedy rows."""
         self._state = state
+        self._confidence = confidence
 
     def step(
         self, plan: StepPlan, states: list[SlotState], logits: torch.Tensor, sampling_info: Any
@@ -58,8 +60,15 @@ class StepSampler:
     def _draft(
         self, plan: StepPlan, states: list[SlotState], logits: torch.Tensor, rows: SamplingRows
     ) -> None:
-        tokens = logits.argmax(dim=-1).tolist()
+        best = logits.argmax(dim=-1)
+        tokens = best.tolist()
         greedy = rows.greedy.tolist()
+        if self._confidence:
+            top = logits.gather(1, best.unsqueeze(1)).squeeze(1)
+            probabilities = (top - torch.logsumexp(logits, -1)).exp_().tolist()
+            for row, probability in zip(plan.draft_rows, probabilities, strict=True):
+                if greedy[row]:
+                    states[row].confidence.append(probability)
         sampled = [place for place, row in enumerate(plan.draft_rows) if not greedy[row]]
         if sampled:
             index = torch.tensor([plan.draft_rows[place] for place in sampled])

@@ -81,15 +81,17 @@ class AspireWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         """Last call before serving: fit the step costs and print what was decided."""
-        self.cost = RunningCost(profile_steps(self) if self.config.cost_profile else ())
-        self.sampler = StepSampler(self.state)
+        profile = self.config.cost_profile
+        self.cost = RunningCost.profiled(lambda: profile_steps(self)) if profile else RunningCost()
         self.telemetry.cost = self.cost.report
         self._apply_config()
         logger.info("ASPIRE: step cost: %s", self.cost.describe())
 
     def _apply_config(self) -> None:
         context = self.model_runner.attn_backend.configure_context(self.config.context)
-        self.modes = ModeScheduler(self.config.scheduler, self.gamma_max, context, self.cost)
+        scheduler = self.config.scheduler
+        self.sampler = StepSampler(self.state, confidence=scheduler.confidence)
+        self.modes = ModeScheduler(scheduler, self.gamma_max, context, self.cost, self.state)
         self.telemetry.config = self.config
         logger.info("ASPIRE: sparse context: %s", context.describe())
 

@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aspire_sglang.speculation.acceptance import MAX_RATE
 from aspire_sglang.speculation.cost_model import Array, CostModel
+
+#: Rounding must not break a tie in favour of the longer draft.
+_TIE = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,8 @@ class RowState:
         verifies: verifies it has had, plain steps among them.
         age: steps since its last verify.
         slot: a number that it keeps while it runs; used to spread requests over phases.
+        survival: estimated probability that all its pending drafts are accepted; None to take
+            ``rate ** pending``.
     """
 
     committed: int
@@ -40,6 +46,7 @@ class RowState:
     verifies: int = 0
     age: int = 0
     slot: int = 0
+    survival: float | None = None
 
 
 class Policy(Protocol):
@@ -132,12 +139,16 @@ class AspirePolicy:
     ``B * (g+1)`` tokens over ``B * (S+g+1)`` KV tokens for a verify. The row verifies as soon as
     it holds gamma_i drafts. Ties go to the shorter draft.
 
-    Two additions. The first draft of a request has length ``first_draft`` whatever the rule says,
-    as there is no acceptance to go by (paper: 3), unless the rule would not draft at all. And
-    where gamma_i is 0 (plain decoding is fastest), every ``probe_interval``-th verify is preceded
-    by a probe of ``probe_length`` drafts: plain steps tell nothing about acceptance, so without
-    probes a request that met one hard passage could decode plainly for good (ours). There is no
-    probe where drafts are too slow to pay even if nearly all were accepted.
+    Three additions. With pending drafts, what is known of them counts: the highest throughput is
+    the price of time, and the row drafts on while some longer draft is expected to gain more
+    tokens than its additional time is worth, the pending run surviving with probability
+    ``survival``. For ``survival = a ** pending`` this is the rule above (ours). The first draft of
+    a request has length ``first_draft`` whatever the rule says, as there is no acceptance to go by
+    (paper: 3), unless the rule would not draft at all. And where gamma_i is 0 (plain decoding is
+    fastest), every ``probe_interval``-th verify is preceded by a probe of ``probe_length`` drafts:
+    plain steps tell nothing about acceptance, so without probes a request that met one hard
+    passage could decode plainly for good (ours). There is no probe where drafts are too slow to
+    pay even if nearly all were accepted.
 
     Args:
         gamma_max: longest draft considered, >= 1 (paper: 16).
@@ -163,15 +174,20 @@ class AspirePolicy:
 
     def decide(self, rows: Sequence[RowState], cost: CostModel) -> list[bool]:
         """True for rows that hold as many drafts as the rule asks for now."""
-        targets = self.best_lengths(rows, cost)
+        terms = _Terms.of(rows, cost, self.gamma_max)
+        rates = np.array([row.rate for row in rows], dtype=np.float64)
+        targets = terms.best_lengths(rates)
+        drafting_on = terms.pays_to_draft_on(rows, rates)
         probes = []
         for index, row in enumerate(rows):
             if targets[index] > 0 and row.verifies == 0:
                 targets[index] = min(self.first_draft, self.gamma_max)
+            elif targets[index] > 0:
+                targets[index] = row.pending + int(drafting_on[index])
             elif targets[index] == 0 and (row.verifies + 1) % self.probe_interval == 0:
                 probes.append(index)
         if probes:
-            hopeful = self._lengths(rows, np.full(len(rows), MAX_RATE), cost)
+            hopeful = terms.best_lengths(np.full(len(rows), MAX_RATE))
             for index in probes:
                 if hopeful[index] > 0:
                     targets[index] = min(self.probe_length, self.gamma_max)
@@ -182,25 +198,65 @@ class AspirePolicy:
 
     def best_lengths(self, rows: Sequence[RowState], cost: CostModel) -> list[int]:
         """gamma_i of every row: the maximum alone, without first drafts and probes."""
-        return self._lengths(rows, np.array([row.rate for row in rows], dtype=np.float64), cost)
+        rates = np.array([row.rate for row in rows], dtype=np.float64)
+        return _Terms.of(rows, cost, self.gamma_max).best_lengths(rates)
 
-    def _lengths(self, rows: Sequence[RowState], rates: Array, cost: CostModel) -> list[int]:
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """Predicted times of the ASPIRE rule for ``n`` rows and draft lengths ``0..G``.
+
+    Attributes:
+        verify: ``[n, G + 1]`` seconds of a verify step of that many drafts.
+        draft: ``[n, 1]`` seconds of a draft step.
+        limits: ``[n, 1]`` most drafts of a row.
+    """
+
+    verify: Array
+    draft: Array
+    limits: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, rows: Sequence[RowState], cost: CostModel, gamma_max: int) -> _Terms:
         batch = len(rows)
         committed = np.array([row.committed for row in rows], dtype=np.float64)[:, None]
         draft_kv = np.array([row.draft_kv for row in rows], dtype=np.float64)[:, None]
         limits = np.array([row.max_draft for row in rows], dtype=np.int64)[:, None]
-        drafts = np.arange(self.gamma_max + 1)
-
-        queries = np.arange(1, self.gamma_max + 2, dtype=np.float64)
+        queries = np.arange(1, gamma_max + 2, dtype=np.float64)
         context = committed + queries
         verify = cost.predict_many(batch * queries, batch * context, batch * queries * context)
         one_token = np.array(float(batch))
         draft = cost.predict_many(one_token, batch * draft_kv, batch * draft_kv)
+        return cls(verify, draft, limits)
+
+    def throughput(self, rates: Array) -> Array:
+        """``[n, G + 1]`` expected tokens per second of each draft length; -inf beyond the limit."""
+        drafts = np.arange(self.verify.shape[1])
         # The sum of powers equals (1 - a**(g+1)) / (1 - a) and also holds at a = 1.
         expected = np.cumsum(rates[:, None] ** drafts, axis=1)
-        throughput = np.where(drafts <= limits, expected / (verify + drafts * draft), -np.inf)
-        best: list[int] = np.argmax(throughput, axis=1).tolist()
+        times = self.verify + drafts * self.draft
+        return np.where(drafts <= self.limits, expected / times, -np.inf)
+
+    def best_lengths(self, rates: Array) -> list[int]:
+        best: list[int] = np.argmax(self.throughput(rates), axis=1).tolist()
         return best
+
+    def pays_to_draft_on(self, rows: Sequence[RowState], rates: Array) -> list[bool]:
+        """Whether some longer draft gains more tokens than its time is worth at the best rate."""
+        price = self.throughput(rates).max(axis=1, keepdims=True)
+        more = np.arange(1, self.verify.shape[1])
+        pending = np.array([row.pending for row in rows], dtype=np.int64)[:, None]
+        survival = np.array(
+            [row.rate**row.pending if row.survival is None else row.survival for row in rows]
+        )
+        gain = survival[:, None] * np.cumsum(rates[:, None] ** more, axis=1)
+        longest = self.verify.shape[1] - 1
+        now = np.take_along_axis(self.verify, np.minimum(pending, longest), axis=1)
+        then = np.take_along_axis(self.verify, np.minimum(pending + more, longest), axis=1)
+        worth = gain > price * (more * self.draft + then - now) * (1.0 + _TIE)
+        allowed = pending + more <= np.minimum(self.limits, longest)
+        pays: list[bool] = (worth & allowed).any(axis=1).tolist()
+        return pays
 
 
 _POLICIES: dict[str, Callable[..., Policy]] = {

@@ -9,11 +9,13 @@ import torch
 
 from aspire_sglang.config import AspireConfig
 from aspire_sglang.runtime.batching import build_plan
+from aspire_sglang.runtime.cost import RunningCost
 from aspire_sglang.runtime.draft_state import DraftState
 from aspire_sglang.runtime.introspection import draft_summary
 from aspire_sglang.runtime.requests import unsupported_parameters
 from aspire_sglang.runtime.telemetry import Telemetry
 from aspire_sglang.speculation.acceptance import make_estimator
+from aspire_sglang.speculation.cost_model import StepShape
 
 
 def plan(pending: list[int], verify: list[bool]):
@@ -147,3 +149,20 @@ def test_every_hook_has_a_reason_and_the_table_is_complete():
     targets = [hook.target for hook in HOOKS]
     assert len(targets) == len(set(targets))
     assert all(len(hook.reason) > 30 for hook in HOOKS)
+
+
+def test_a_disturbed_profile_is_measured_again_and_then_given_up():
+    shapes = [StepShape(t, kv, t * kv) for t, kv in ((1, 100), (1, 5000), (8, 900), (4, 40_000))]
+    quiet = [(shape, 0.01 + 1e-3 * shape.tokens + 1e-6 * shape.kv_tokens) for shape in shapes]
+    disturbed = [(shape, 10.0 ** (i % 2 * 3 - 2)) for i, shape in enumerate(shapes * 2)]
+    answers = iter([disturbed, quiet])
+    recovered = RunningCost.profiled(lambda: next(answers))
+    assert recovered.report()["profile_median_error"] < 0.01
+    given_up = RunningCost.profiled(lambda: disturbed)
+    assert "profile_median_error" not in given_up.report()
+    # Without a trusted profile, measured steps move the model freely.
+    for _ in range(200):
+        for shape, seconds in quiet:
+            given_up.observe(shape, seconds)
+    for shape, seconds in quiet:
+        assert given_up.model.predict(shape) == pytest.approx(seconds, rel=0.25)
