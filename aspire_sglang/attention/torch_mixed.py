@@ -51,6 +51,11 @@ class TorchMixedAttention:
         self._full_rows = rows.full_rows
         self._draft_rows = rows.draft_rows
         self._full_plan = self._plan_full(self._full_rows) if self._full_rows else None
+        self._full_voters = self._voters(self._full_rows)
+        self._draft_voters = self._voters(self._draft_rows)
+        if not rows.decoding and self.context is not None:
+            # A short prompt makes no list; the last owner of its slot may have left one.
+            self.context.lists.clear([rows.slots[row] for row in self._full_rows])
         # The refresh layer reads the whole context of draft rows too; planned on first use.
         self._refresh_plan: FullPlan | None = None
         self._sparse_plan = self._plan_sparse() if self._draft_rows else None
@@ -70,7 +75,8 @@ class TorchMixedAttention:
         if self._sparse_plan is not None:
             queries, part = q[:drafts], out[:drafts]
             context = self.context
-            if context is not None and context.draft_rows_vote(layer.layer_id):
+            voting = context is not None and context.draft_rows_vote(layer.layer_id)
+            if voting and self._draft_voters:
                 self._attend_refresh(layer, queries, k, v, part)
             else:
                 sparse_attention(
@@ -81,33 +87,42 @@ class TorchMixedAttention:
         plan = self._full_plan
         assert plan is not None
         context = self.context
-        if context is None or not context.full_rows_vote(layer.layer_id):
+        voting = context is not None and context.full_rows_vote(layer.layer_id)
+        if context is None or not (voting and self._full_voters):
             full_attention(q, k, v, plan, layer.scaling, out, layer.logit_cap)
             return
         # The first query of a verify speaks for the bonus token, the last for the newest draft;
         # of a prefill only the last is worth asking.
         voters = (0, -1) if self._rows.decoding else (-1,)
-        votes = [Vote(i, voters) for i in range(len(self._full_rows))]
+        votes = [Vote(i, voters) for i in self._full_voters]
         reduction = context.selection.reduction
         _, scores = full_attention_with_scores(
             q, k, v, plan, layer.scaling, votes, out, layer.logit_cap, reduction
         )
-        self._vote(self._full_rows, scores)
+        self._vote([self._full_rows[i] for i in self._full_voters], scores)
 
     def _attend_refresh(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         context = self.context
         assert context is not None
         if self._refresh_plan is None:
             self._refresh_plan = self._plan_full(self._draft_rows)
-        votes = [Vote(i) for i in range(len(self._draft_rows))]
+        votes = [Vote(i) for i in self._draft_voters]
         reduction = context.selection.reduction
         plan = self._refresh_plan
         _, scores = full_attention_with_scores(
             q, k, v, plan, layer.scaling, votes, out, layer.logit_cap, reduction
         )
-        self._vote(self._draft_rows, scores)
+        self._vote([self._draft_rows[i] for i in self._draft_voters], scores)
         if context.refresh.same_step:
             self._sparse_plan = self._plan_sparse()
+
+    def _voters(self, rows: list[int]) -> list[int]:
+        """Places in ``rows`` of those whose context is long enough to need a page list."""
+        context = self.context
+        if context is None:
+            return []
+        lens = self._rows.context_lens
+        return [place for place, row in enumerate(rows) if not context.is_dense(lens[row])]
 
     def _vote(self, rows: list[int], scores: list[Tensor]) -> None:
         assert self.context is not None

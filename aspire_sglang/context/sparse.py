@@ -11,6 +11,9 @@ from torch import Tensor
 from aspire_sglang.context.page_lists import PageLists
 from aspire_sglang.context.selection import SelectionConfig, select_pages
 
+#: Longest run of drafts that any configuration allows.
+_LONGEST_RUN = 64
+
 Source = Literal["refresh", "last_verify", "window"]
 
 
@@ -66,6 +69,11 @@ class SparseContext:
     def full_rows_vote(self, layer: int) -> bool:
         """Whether verify and prefill rows vote at this layer."""
         return self.refresh.source != "window" and layer == self.refresh.layer
+
+    def is_dense(self, context_len: int) -> bool:
+        """Whether draft rows behind so many tokens read everything, so that no list is needed."""
+        pages = self.selection.num_pages(context_len + _LONGEST_RUN)
+        return self.selection.budget_pages(pages) >= pages
 
     def vote(self, slots: Tensor, page_scores: Tensor, context_lens: Tensor) -> None:
         """Make new lists from the scores of ``n`` rows.
