@@ -20,7 +20,8 @@ class SlotState:
     """Host side of one request's speculation.
 
     ``pending``: drafts proposed since the last verify (``k``). ``verifies``: verify steps so far.
-    ``age``: steps since the last verify. ``probs``: for a sampled request, per pending draft, its
+    ``age``: steps since the last verify. ``unsettled``: most tokens that verifies whose outcome
+    is not known yet may commit. ``probs``: for a sampled request, per pending draft, its
     stored distribution ``[V]`` and the probability of the drawn token.
     """
 
@@ -29,7 +30,24 @@ class SlotState:
     pending: int = 0
     verifies: int = 0
     age: int = 0
+    unsettled: int = 0
     probs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def begin_settling(self) -> None:
+        """All pending drafts are being verified; the outcome is not known yet."""
+        self.unsettled += self.pending + 1
+        self.pending = 0
+        self.verifies += 1
+        self.age = 0
+        self.probs.clear()
+
+    def settle(self, drafts: int, accepted: int) -> None:
+        """The outcome of a verify of ``drafts`` drafts, ``accepted`` of them accepted."""
+        self.unsettled -= drafts + 1
+        if drafts:
+            self.acceptance.observe(drafts, accepted)
+        else:
+            self.acceptance.decay()
 
 
 class DraftState:
@@ -75,11 +93,6 @@ class DraftState:
 
     def settle(self, state: SlotState, accepted: int) -> None:
         """Book a verify of all pending drafts, ``accepted`` of them accepted."""
-        if state.pending:
-            state.acceptance.observe(state.pending, accepted)
-        else:
-            state.acceptance.decay()
-        state.pending = 0
-        state.verifies += 1
-        state.age = 0
-        state.probs.clear()
+        drafts = state.pending
+        state.begin_settling()
+        state.settle(drafts, accepted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from aspire_sglang.runtime.cost import RunningCost
 from aspire_sglang.runtime.draft_state import DraftState, SlotState
 from aspire_sglang.runtime.hooks import verify_hooks
 from aspire_sglang.runtime.modes import ModeScheduler
-from aspire_sglang.runtime.profile import profile_steps
+from aspire_sglang.runtime.profile import host_step, profile_steps
 from aspire_sglang.runtime.results import VERIFIED_ROWS
 from aspire_sglang.runtime.sampler import StepSampler
 from aspire_sglang.runtime.spec_inputs import MixedForwardInput, NextStepInput
 from aspire_sglang.runtime.telemetry import Telemetry
 from aspire_sglang.speculation.acceptance import AcceptanceEstimator, make_estimator
+from aspire_sglang.speculation.cost_model import StepShape
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +84,23 @@ class AspireWorker(BaseSpecWorker):
     def init_cuda_graphs(self) -> None:
         """Last call before serving: fit the step costs and print what was decided."""
         self.cost = RunningCost(profile_steps(self) if self.config.cost_profile else ())
-        self.sampler = StepSampler(self.state)
+        self.sampler = self._make_sampler()
         self.telemetry.cost = self.cost.report
         self._apply_config()
         logger.info("ASPIRE: step cost: %s", self.cost.describe())
+
+    profile_lengths = (256, 1536, 5120)
+    profile_rows = (1, 4)
+    profile_repeats = 2
+
+    def profile_step(
+        self, slots: list[int], seq_len: int, pending: int, verify: bool
+    ) -> tuple[StepShape, Callable[[], float]]:
+        """A synthetic step of equal rows: its shape, and a function that times it once."""
+        return host_step(self, slots, seq_len, pending, verify)
+
+    def _make_sampler(self) -> Any:
+        return StepSampler(self.state)
 
     def _apply_config(self) -> None:
         context = self.model_runner.attn_backend.configure_context(self.config.context)
@@ -218,12 +233,17 @@ class AspireWorker(BaseSpecWorker):
     def _generation(self, req: Any) -> int:
         return int(self.req_to_token_pool.req_generation[req.req_pool_idx])
 
-    def _max_draft(self, req: Any, seq_len: int) -> int:
-        """Most drafts that can still be of use to this request, 0 if it must verify now."""
+    def _max_draft(self, req: Any, seq_len: int, unsettled: int = 0) -> int:
+        """Most drafts that can still be of use to this request, 0 if it must verify now.
+
+        Args:
+            seq_len: tokens with final KV, at most.
+            unsettled: most committed tokens that ``req.output_ids`` does not hold yet.
+        """
         if req.to_finish is not None:
             # An abort is honoured when the row's result is processed, so give it one at once.
             return 0
-        remaining = req.sampling_params.max_new_tokens - len(req.output_ids)
+        remaining = req.sampling_params.max_new_tokens - len(req.output_ids) - unsettled
         # A verify commits one token more than it accepts; positions end at the context length.
         return max(0, min(self.gamma_max, remaining - 1, self.context_len - 1 - seq_len))
 
