@@ -124,9 +124,8 @@ def _refuse_unsupported(server_args: Any) -> None:
         raise ValueError("ASPIRE: needs --attention-backend aspire for prefill and decode.")
     pages = (1,) if on_cpu else (1, 16, 64)
     if server_args.page_size not in (None, *pages):
-        where = "a CPU" if on_cpu else "a GPU"
-        known = " or ".join(map(str, pages))
-        raise ValueError(f"ASPIRE: --page-size {server_args.page_size}: must be {known} on {where}.")
+        known = f"{' or '.join(map(str, pages))} on a {'CPU' if on_cpu else 'GPU'}"
+        raise ValueError(f"ASPIRE: --page-size {server_args.page_size}: must be {known}.")
     topk = server_args.speculative_eagle_topk
     if topk not in (None, 1):
         raise ValueError(f"ASPIRE: --speculative-eagle-topk {topk}: drafts are chains, use 1.")

@@ -1,4 +1,4 @@
-"""From the logits of a mixed step to new drafts and accepted runs, without waiting for the device."""
+"""New drafts and accepted runs from the logits of a mixed step, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -51,9 +51,7 @@ class DeviceSampler:
 
     def _greedy(self, step: HostStep, view: StepView, logits: Tensor) -> DeviceAccepted:
         state, count = self._state, len(step.order)
-        tokens = torch.empty(
-            (count, state.gamma_max + 1), dtype=torch.int64, device=logits.device
-        )
+        tokens = torch.empty((count, state.gamma_max + 1), dtype=torch.int64, device=logits.device)
         accept_lens = torch.empty(count, dtype=torch.int32, device=logits.device)
         accept_greedy(
             logits.argmax(dim=-1),
