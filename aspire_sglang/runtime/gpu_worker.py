@@ -258,6 +258,7 @@ class GpuWorker(AspireWorker):
                 input_ids=staged.view.input_ids,
                 req_pool_indices=torch.tensor(slots, device=device),
                 seq_lens=seq_lens,
+                seq_lens_sum=rows * seq_len,
                 out_cache_loc=staged.view.out_cache_loc,
                 positions=staged.view.positions,
                 spec_algorithm=self.model_runner.spec_algorithm,
