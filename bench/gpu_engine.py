@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 STOCK_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
 # Tiers of gamma 16: 17 tokens times these.
-ASPIRE_SIZES = [1, 2, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 64, 128, 256]
+ASPIRE_SIZES = [1, 2, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 56, 64, 72, 80]
+ASPIRE_SIZES += [96, 112, 128, 160, 192, 224, 256]
 
 STOCK: dict[str, Any] = {"attention_backend": "fa3", "cuda_graph_bs_decode": STOCK_SIZES}
 ASPIRE: dict[str, Any] = {

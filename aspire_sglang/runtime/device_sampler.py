@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,12 @@ from aspire_sglang.kernels.greedy_accept import accept_greedy
 from aspire_sglang.runtime.device_state import DeviceState
 from aspire_sglang.sampling.drafting import sample_draft
 from aspire_sglang.sampling.mixed import verify
-from aspire_sglang.sampling.processors import GREEDY_TEMPERATURE, SamplingRows, target_probs
+from aspire_sglang.sampling.processors import (
+    GREEDY_TEMPERATURE,
+    TOP_K_ALL,
+    SamplingRows,
+    target_probs,
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,12 @@ class DeviceSampler:
         self._state = state
 
     def step(
-        self, step: HostStep, view: StepView, logits: Tensor, sampling_info: Any
+        self,
+        step: HostStep,
+        view: StepView,
+        logits: Tensor,
+        sampling_info: Any,
+        params: Sequence[Any],
     ) -> DeviceAccepted:
         """Extend the drafts of draft rows and judge the drafts of verify rows.
 
@@ -44,10 +55,11 @@ class DeviceSampler:
         Args:
             logits: ``[T, V]`` rows of the step's query tokens, without padding.
             sampling_info: SGLang's ``SamplingBatchInfo``, in batch order.
+            params: SGLang's ``SamplingParams`` of each request, in batch order.
         """
         if sampling_info.is_all_greedy:
             return self._greedy(step, view, logits)
-        return self._sampled(step, view, logits, device_rows(sampling_info))
+        return self._sampled(step, view, logits, device_rows(sampling_info, params))
 
     def _greedy(self, step: HostStep, view: StepView, logits: Tensor) -> DeviceAccepted:
         state, count = self._state, len(step.order)
@@ -97,19 +109,24 @@ class DeviceSampler:
         return DeviceAccepted(outcome.tokens, outcome.accept_len.int())
 
 
-def device_rows(sampling_info: Any) -> SamplingRows:
-    """Sampling parameters of a batch, with the host flags that SGLang keeps."""
+def device_rows(sampling_info: Any, params: Sequence[Any]) -> SamplingRows:
+    """Sampling parameters of a batch: values on the device, flags from the host's copies.
+
+    Args:
+        sampling_info, params: as in :meth:`DeviceSampler.step`.
+    """
     temperature = sampling_info.temperatures.view(-1)
     top_k = sampling_info.top_ks.view(-1).long()
+    # SGLang keeps a temperature of 0 as a top-k of 1.
+    sampled = [p for p in params if p.top_k > 1]
     return SamplingRows(
         temperature=temperature,
         top_k=top_k,
         top_p=sampling_info.top_ps.view(-1),
         min_p=sampling_info.min_ps.view(-1),
         greedy=(temperature < GREEDY_TEMPERATURE) | (top_k == 1),
-        has_greedy=True,
+        has_greedy=len(sampled) < len(params),
         has_sampled=True,
-        # A greedy request counts as top-k here, which costs a sort and changes nothing.
-        has_rank_filter=sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling,
-        has_min_p=sampling_info.need_min_p_sampling,
+        has_rank_filter=any(p.top_k < TOP_K_ALL or p.top_p < 1.0 for p in sampled),
+        has_min_p=any(p.min_p > 0.0 for p in sampled),
     )

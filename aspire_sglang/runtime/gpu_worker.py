@@ -134,7 +134,8 @@ class GpuWorker(AspireWorker):
         shape = step_shape(seq_lens, pending, verify, draft_kv)
         forward = self._forward_staged(batch, staged)
         logits = forward.logits_output.next_token_logits[: staged.host.num_tokens]
-        outcome = self.sampler.step(staged.host, staged.view, logits, batch.sampling_info)
+        params = [req.sampling_params for req in batch.reqs]
+        outcome = self.sampler.step(staged.host, staged.view, logits, batch.sampling_info, params)
         return self._result(batch, staged, states, shape, forward, outcome, started)
 
     def stage(

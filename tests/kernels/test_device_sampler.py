@@ -21,10 +21,11 @@ def sampling(greedy: list[bool]):
         top_ks=torch.tensor([1 if g else 1 << 30 for g in greedy], dtype=torch.int32),
         top_ps=torch.ones(n),
         min_ps=torch.zeros(n),
-        need_top_k_sampling=any(greedy),
-        need_top_p_sampling=False,
-        need_min_p_sampling=False,
     )
+
+
+def params(greedy: list[bool]):
+    return [SimpleNamespace(top_k=1 if g else 1 << 30, top_p=1.0, min_p=0.0) for g in greedy]
 
 
 def peaked(tokens: list[int]) -> torch.Tensor:
@@ -45,7 +46,7 @@ def run(greedy: list[bool]):
     state.pending[:] = torch.tensor([0, 1, 0, 3])
     # Query tokens: the draft row's, then four of the verify row, then the plain row's.
     logits = peaked([9, 5, 6, 8, 4, 10])
-    outcome = DeviceSampler(state).step(step, view, logits, sampling(greedy))
+    outcome = DeviceSampler(state).step(step, view, logits, sampling(greedy), params(greedy))
     assert outcome.tokens.tolist() == [[5, 6, 8, 0, 0], [10, 0, 0, 0, 0]]
     assert outcome.accept_lens.tolist() == [3, 1]
     assert outcome.accept_lens.dtype == torch.int32
@@ -76,7 +77,9 @@ def test_all_draft():
     view = StepBuffers(2, 4, "cpu").load(pack_step(step, 2, 2, drafts_vote=True), 2, 2)
     for greedy in (True, False):
         state.pending[:] = torch.tensor([0, 0, 1])
-        outcome = DeviceSampler(state).step(step, view, peaked([3, 4]), sampling([greedy] * 2))
+        outcome = DeviceSampler(state).step(
+            step, view, peaked([3, 4]), sampling([greedy] * 2), params([greedy] * 2)
+        )
         assert outcome.tokens.shape == (0, 3)
         assert outcome.accept_lens.shape == (0,)
         assert (state.drafts[1, 0], state.drafts[2, 1]) == (3, 4)
