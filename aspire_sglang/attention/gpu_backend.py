@@ -91,7 +91,7 @@ class GpuAttentionBackend(FlashAttentionBackend):
                 memory and the constants of the old one.
         """
         if config != self._context_config:
-            raise ValueError("the sparse context cannot change on a GPU while the server runs")
+            raise ValueError("on a GPU a change of the section 'context' needs a restart")
         assert self.context is not None
         return self.context
 
@@ -199,6 +199,11 @@ def _refuse_unsupported(model_runner: Any) -> None:
         raise ValueError(f"{name}: multi-head latent attention is not supported.")
     if model_runner.sliding_window_size is not None and model_runner.sliding_window_size > -1:
         raise ValueError(f"{name}: sliding-window models are not supported.")
+    config = model_runner.model_config
+    if config.head_dim not in (64, 128, 256):
+        raise ValueError(f"{name}: heads of {config.head_dim} are not supported.")
+    if getattr(config, "model_is_mrope", False) or config.is_encoder_decoder:
+        raise ValueError(f"{name}: multimodal and encoder-decoder models are not supported.")
     if model_runner.kv_cache_dtype != model_runner.dtype:
         raise ValueError(
             f"{name}: --kv-cache-dtype must be that of the model ({model_runner.dtype}), "

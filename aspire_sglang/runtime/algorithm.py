@@ -147,6 +147,8 @@ def _refuse_unsupported_on_gpu(server_args: Any) -> None:
         if value not in (off, None, False):
             raise ValueError(f"ASPIRE: --{field.replace('_', '-')} {value}: {reason}.")
     sparse = load_config().context.page_size
+    if sparse > 128 or sparse & (sparse - 1):
+        raise ValueError(f"ASPIRE: context.page_size {sparse}: must be 1, 2, 4, ... 128 on a GPU.")
     if sparse % (server_args.page_size or 1):
         raise ValueError(
             f"ASPIRE: --page-size {server_args.page_size}: context.page_size {sparse} must be a "

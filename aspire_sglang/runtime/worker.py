@@ -86,7 +86,7 @@ class AspireWorker(BaseSpecWorker):
         self.cost = RunningCost(profile_steps(self) if self.config.cost_profile else ())
         self.sampler = self._make_sampler()
         self.telemetry.cost = self.cost.report
-        self._apply_config()
+        self._apply_config(self.config)
         logger.info("ASPIRE: step cost: %s", self.cost.describe())
 
     profile_lengths = (256, 1536, 5120)
@@ -102,8 +102,9 @@ class AspireWorker(BaseSpecWorker):
     def _make_sampler(self) -> Any:
         return StepSampler(self.state)
 
-    def _apply_config(self) -> None:
-        context = self.model_runner.attn_backend.configure_context(self.config.context)
+    def _apply_config(self, config: AspireConfig) -> None:
+        context = self.model_runner.attn_backend.configure_context(config.context)
+        self.config = config
         self.modes = ModeScheduler(self.config.scheduler, self.gamma_max, context, self.cost)
         self.telemetry.config = self.config
         logger.info("ASPIRE: sparse context: %s", context.describe())
@@ -117,7 +118,7 @@ class AspireWorker(BaseSpecWorker):
         """Read the file given as ``--aspire-config`` again and use it from the next step on.
 
         Raises:
-            ConfigError: the file is not valid, or asks for longer drafts than the buffers hold.
+            ConfigError: the file is not valid, or asks for what needs a restart.
         """
         config = load_config()
         if config.gamma_max > self.speculative_num_steps:
@@ -125,8 +126,10 @@ class AspireWorker(BaseSpecWorker):
                 f"gamma_max {config.gamma_max} needs a restart: this server holds at most "
                 f"{self.speculative_num_steps} drafts per request"
             )
-        self.config = config
-        self._apply_config()
+        try:
+            self._apply_config(config)
+        except ValueError as fault:
+            raise ConfigError(str(fault)) from None
 
     # -- serving --
 
