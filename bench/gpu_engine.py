@@ -13,6 +13,8 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
+import statistics
 import sys
 import time
 import traceback
@@ -48,6 +50,11 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
     "covered": ({**ASPIRE, **SMALL, "page_size": 16}, COVERED),
     "plain": ({**STOCK, "attention_backend": "aspire"}, ""),
 }
+
+
+DECODE_LINE = re.compile(
+    r"Decode batch, #running-req: (\d+),.*gen throughput \(token/s\): ([\d.]+)"
+)
 
 
 def serve(name: str, model: str, room: int, log: str, pipe: Any) -> None:
@@ -131,6 +138,18 @@ class Variant:
         answer = self.call("get_server_info")
         found = (answer[0]["internal_states"][0] if answer else {}).get("aspire", {})
         return {key: value for key, value in found.items() if key not in ("requests", "settings")}
+
+    def full_rates(self, running: int, start: int) -> list[float]:
+        """Tokens per second that the server itself logged while ``running`` requests ran.
+
+        Args:
+            start: bytes of the log to skip.
+        """
+        lines = self.log.read_bytes()[start:].decode(errors="replace").splitlines()
+        found = [DECODE_LINE.search(line) for line in lines]
+        # The first line of a run counts from the end of the run before.
+        rates = [(int(m[1]), float(m[2])) for m in found if m][1:]
+        return [rate for count, rate in rates if count == running]
 
 
 def _errors(log: Path) -> str:
@@ -223,7 +242,11 @@ def measure(
     repeats: int,
     temperature: float,
 ) -> dict[str, Any]:
-    """Output tokens per second of each variant, one after the other in each repeat."""
+    """Output tokens per second of each variant, one after the other in each repeat.
+
+    ``tokens_per_s`` includes the end of a run, when the requests with the fewest accepted drafts
+    run alone; ``steady_tokens_per_s`` is the median of what the server logged while all ran.
+    """
     short, long = lengths
     found: dict[str, Any] = {v.name: {"repeats": [], "prefill_s": None} for v in variants}
     for variant in variants:
@@ -235,17 +258,28 @@ def measure(
         for variant in variants:
             first = variant.generate(prompts, short, temperature)
             before = variant.counters()
+            start = variant.log.stat().st_size
             second = variant.generate(prompts, long, temperature)
             after = variant.counters()
             if first is None or second is None:
                 continue
             seconds = second[1] - first[1]
             rate = len(prompts) * (long - short) / seconds
+            full = variant.full_rates(len(prompts), start)
+            steady = statistics.median(full) if full else None
             found[variant.name]["repeats"].append(
-                {"seconds": [first[1], second[1]], "tokens_per_s": rate}
+                {
+                    "seconds": [first[1], second[1]],
+                    "tokens_per_s": rate,
+                    "steady_tokens_per_s": steady,
+                    "steady_log": full,
+                }
             )
             found[variant.name]["counters"] = _difference(before, after)
-            print(f"   {len(prompts)} x {variant.name}: {rate:,.0f} tokens/s", flush=True)
+            print(
+                f"   {len(prompts)} x {variant.name}: {rate:,.0f} tokens/s, steady {steady}",
+                flush=True,
+            )
     return found
 
 
