@@ -70,3 +70,24 @@ def draw_by_blocks(weights: Tensor, uniform: Tensor, block: int = 256) -> Tensor
     index = (chosen * block + index).clamp(max=vocab - 1)
     hit = weights.gather(1, index) > 0
     return torch.where(hit, index, weights.argmax(dim=-1, keepdim=True)).view(-1)
+
+
+def race(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Sample one index per row in proportion to the weights, with a random number per entry.
+
+    Each entry runs for an exponential time divided by its weight, and the first one home wins. On
+    a GPU these are three kernels, where :func:`draw` takes twenty.
+
+    Args:
+        weights: as in :func:`draw`.
+        generator: source of the random numbers.
+
+    Returns:
+        ``[n]`` int64. An index of weight 0 is never returned.
+    """
+    # In float32 no time is shorter than 6e-8, and an entry of a smaller share would never win.
+    times = torch.empty(weights.shape, dtype=torch.float64, device=weights.device)
+    times.exponential_(generator=generator)
+    # A time of 0 would let an entry of weight 0 win as NaN.
+    times.clamp_(min=1e-30)
+    return (weights / times).argmax(dim=-1)

@@ -20,7 +20,7 @@ from aspire_sglang.sampling import (
     verify_greedy,
     verify_rejection,
 )
-from aspire_sglang.sampling.draw import draw_by_blocks
+from aspire_sglang.sampling.draw import draw_by_blocks, race
 
 VOCAB = 8
 DEPTH = 3
@@ -547,3 +547,12 @@ def test_draw_by_blocks_equals_draw(vocab):
         found = draw_by_blocks(weights, uniform, block)
         assert (weights.gather(1, found.view(-1, 1)) > 0).all()
         assert torch.equal(found, draw(weights, uniform))
+
+
+def test_race_draws_in_proportion():
+    weights = torch.tensor([0.0, 1.0, 2.0, 0.0, 5.0, 2e-38]).repeat(20_000, 1)
+    found = race(weights, torch.Generator().manual_seed(1))
+    counts = torch.bincount(found, minlength=6)
+    assert counts[[0, 3, 5]].tolist() == [0, 0, 0]
+    expected = torch.tensor([1.0, 2.0, 5.0]) / 8 * 20_000
+    assert chisquare(counts[[1, 2, 4]].numpy(), expected.numpy()).pvalue > 1e-3
