@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import add_attention_backend_choices
 
+from aspire_sglang import cpu_platform
 from aspire_sglang.attention.rows import ForwardRows
 from aspire_sglang.config import ContextConfig, load_config
 from aspire_sglang.context.selection import SelectionConfig
@@ -21,7 +22,7 @@ NAME = "aspire"
 
 
 class AspireAttentionBackend(AttentionBackend):
-    """Prefill, plain decoding, and the mixed forward over draft and verify rows."""
+    """On a CPU: prefill, plain decoding, and the mixed forward over draft and verify rows."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
@@ -126,7 +127,8 @@ def sparse_context(model_runner: Any, config: ContextConfig) -> SparseContext:
         ),
         num_layers=num_layers,
         num_slots=model_runner.req_to_token_pool.req_to_token.shape[0],
-        context_len=model_runner.model_config.context_len,
+        # The width of the request table: the longest context and room for drafts.
+        context_len=model_runner.req_to_token_pool.req_to_token.shape[1],
         device=model_runner.device,
     )
 
@@ -137,4 +139,8 @@ def register_attention_backend() -> None:
 
     @registry(NAME)
     def create(model_runner: Any) -> AttentionBackend:
-        return AspireAttentionBackend(model_runner)
+        if cpu_platform.is_active():
+            return AspireAttentionBackend(model_runner)
+        from aspire_sglang.attention.gpu_backend import GpuAttentionBackend
+
+        return GpuAttentionBackend(model_runner)

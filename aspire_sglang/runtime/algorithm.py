@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -35,6 +36,12 @@ _REFUSED_FLAGS = (
     ("enable_return_hidden_states", False, "hidden states are not supported"),
 )
 
+_REFUSED_GPU_FLAGS = (
+    ("tp_size", 1, "tensor parallelism is not supported on GPUs"),
+    ("enable_torch_compile", False, "torch.compile is not supported"),
+    ("disable_cuda_graph_padding", False, "steps are padded to the captured graphs"),
+)
+
 
 class AspireAlgorithm(CustomSpecAlgo):
     """Supplies what SGLang 0.5.17 calls on an algorithm but its base class lacks."""
@@ -46,6 +53,12 @@ class AspireAlgorithm(CustomSpecAlgo):
         return False
 
     def has_draft_kv(self) -> bool:
+        return False
+
+    def supports_ragged_verify(self) -> bool:
+        return True
+
+    def supports_grammar_overlap(self) -> bool:
         return False
 
     def create_future_map(
@@ -88,6 +101,8 @@ class AspireAlgorithm(CustomSpecAlgo):
             change("max_running_requests", 48)
         if cpu_platform.is_active():
             change("disable_overlap_schedule", True)
+        else:
+            _prepare_graphs(server_args)
         for field, (old, new) in changes.items():
             logger.info("ASPIRE set --%s %s (was %s)", field.replace("_", "-"), new, old)
 
@@ -97,8 +112,9 @@ def _refuse_unsupported(server_args: Any) -> None:
         value = getattr(server_args, field, off)
         if value not in (off, None, False):
             raise ValueError(f"ASPIRE: --{field.replace('_', '-')} {value}: {reason}.")
-    if not cpu_platform.is_active():
-        raise ValueError("ASPIRE: this release runs on machines without an accelerator only.")
+    on_cpu = cpu_platform.is_active()
+    if not on_cpu:
+        _refuse_unsupported_on_gpu(server_args)
     backends = {
         server_args.attention_backend,
         server_args.prefill_attention_backend or server_args.attention_backend,
@@ -106,8 +122,10 @@ def _refuse_unsupported(server_args: Any) -> None:
     }
     if backends != {"aspire"}:
         raise ValueError("ASPIRE: needs --attention-backend aspire for prefill and decode.")
-    if server_args.page_size not in (None, 1):
-        raise ValueError("ASPIRE: --page-size must be 1 on a CPU.")
+    pages = (1,) if on_cpu else (1, 16, 64)
+    if server_args.page_size not in (None, *pages):
+        known = f"{' or '.join(map(str, pages))} on a {'CPU' if on_cpu else 'GPU'}"
+        raise ValueError(f"ASPIRE: --page-size {server_args.page_size}: must be {known}.")
     topk = server_args.speculative_eagle_topk
     if topk not in (None, 1):
         raise ValueError(f"ASPIRE: --speculative-eagle-topk {topk}: drafts are chains, use 1.")
@@ -121,6 +139,32 @@ def _refuse_unsupported(server_args: Any) -> None:
         raise ValueError(f"ASPIRE: --speculative-num-steps {steps}: choose 1 to 64.")
 
 
+def _refuse_unsupported_on_gpu(server_args: Any) -> None:
+    if not str(server_args.device).startswith("cuda"):
+        raise ValueError(f"ASPIRE: --device {server_args.device}: runs on CUDA GPUs and CPUs only.")
+    for field, off, reason in _REFUSED_GPU_FLAGS:
+        value = getattr(server_args, field, off)
+        if value not in (off, None, False):
+            raise ValueError(f"ASPIRE: --{field.replace('_', '-')} {value}: {reason}.")
+    sparse = load_config().context.page_size
+    if sparse > 128 or sparse & (sparse - 1):
+        raise ValueError(f"ASPIRE: context.page_size {sparse}: must be 1, 2, 4, ... 128 on a GPU.")
+    if sparse % (server_args.page_size or 1):
+        raise ValueError(
+            f"ASPIRE: --page-size {server_args.page_size}: context.page_size {sparse} must be a "
+            "multiple of it."
+        )
+
+
+def _prepare_graphs(server_args: Any) -> None:
+    # SGLang captures graphs for rows of different widths only if asked to by this variable; the
+    # processes that capture inherit it.
+    os.environ["SGLANG_RAGGED_VERIFY_MODE"] = "compact"
+    # A prefill votes for the pages of the first drafts, which its graph would not record.
+    server_args.cuda_graph_config.prefill.backend = "disabled"
+    logger.info("ASPIRE disabled CUDA graphs for prefill")
+
+
 def register_algorithm() -> None:
     """Make ``--speculative-algorithm ASPIRE`` known to this process."""
 
@@ -128,6 +172,10 @@ def register_algorithm() -> None:
     # registering without it would only earn a deprecation warning.
     @SpeculativeAlgorithm.register(ALGORITHM, supports_overlap=True, spec_class=AspireAlgorithm)
     def worker_class(server_args: Any) -> type:
-        from aspire_sglang.runtime.worker import AspireWorker
+        if cpu_platform.is_active():
+            from aspire_sglang.runtime.worker import AspireWorker
 
-        return AspireWorker
+            return AspireWorker
+        from aspire_sglang.runtime.gpu_worker import GpuWorker
+
+        return GpuWorker

@@ -21,7 +21,8 @@ class SlotState:
     """Host side of one request's speculation.
 
     ``pending``: drafts proposed since the last verify (``k``). ``verifies``: verify steps so far.
-    ``age``: steps since the last verify. ``probs``: for a sampled request, per pending draft, its
+    ``age``: steps since the last verify. ``unsettled``: most tokens that verifies whose outcome
+    is not known yet may commit. ``probs``: for a sampled request, per pending draft, its
     stored distribution ``[V]`` and the probability of the drawn token. ``confidence``: for a greedy
     request, per pending draft, the draft's probability of its token.
     """
@@ -31,8 +32,26 @@ class SlotState:
     pending: int = 0
     verifies: int = 0
     age: int = 0
+    unsettled: int = 0
     probs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
+
+    def begin_settling(self) -> None:
+        """All pending drafts are being verified; the outcome is not known yet."""
+        self.unsettled += self.pending + 1
+        self.pending = 0
+        self.verifies += 1
+        self.age = 0
+        self.probs.clear()
+        self.confidence.clear()
+
+    def settle(self, drafts: int, accepted: int) -> None:
+        """The outcome of a verify of ``drafts`` drafts, ``accepted`` of them accepted."""
+        self.unsettled -= drafts + 1
+        if drafts:
+            self.acceptance.observe(drafts, accepted)
+        else:
+            self.acceptance.decay()
 
 
 class DraftState:
@@ -80,17 +99,11 @@ class DraftState:
 
     def settle(self, state: SlotState, accepted: int) -> None:
         """Book a verify of all pending drafts, ``accepted`` of them accepted."""
-        if state.pending:
-            state.acceptance.observe(state.pending, accepted)
-            if len(state.confidence) == state.pending:
-                self.calibration.observe(state.confidence, accepted)
-        else:
-            state.acceptance.decay()
-        state.pending = 0
-        state.verifies += 1
-        state.age = 0
-        state.probs.clear()
-        state.confidence.clear()
+        drafts = state.pending
+        if drafts and len(state.confidence) == drafts:
+            self.calibration.observe(state.confidence, accepted)
+        state.begin_settling()
+        state.settle(drafts, accepted)
 
     def survival(self, state: SlotState) -> float | None:
         """Probability that all pending drafts are accepted; None if nothing is known of them."""

@@ -16,7 +16,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from aspire_sglang import cpu_platform
 from aspire_sglang.cpu_platform import substitutes, weights
-from aspire_sglang.runtime import arguments, introspection, requests, results
+from aspire_sglang.runtime import arguments, gpu_graphs, introspection, requests, results
 
 _SRT = "sglang.srt."
 _WRAPPER_FILE = inspect.getsourcefile(HookRegistry)
@@ -31,6 +31,7 @@ class Hook:
     function: Callable[..., Any]
     reason: str
     cpu_only: bool = False
+    gpu_only: bool = False
 
 
 HOOKS = (
@@ -107,6 +108,13 @@ HOOKS = (
         "lets a running server take a changed configuration; SGLang accepts a fixed list of keys",
     ),
     Hook(
+        "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",
+        HookType.AROUND,
+        gpu_graphs.capture_input,
+        "CUDA graphs of a registered algorithm would be captured without their verify input",
+        gpu_only=True,
+    ),
+    Hook(
         "utils.common.support_triton",
         HookType.REPLACE,
         substitutes.support_triton,
@@ -148,7 +156,7 @@ HOOKS = (
 
 def _active() -> list[Hook]:
     on_cpu = cpu_platform.is_active()
-    return [hook for hook in HOOKS if on_cpu or not hook.cpu_only]
+    return [hook for hook in HOOKS if not (hook.gpu_only if on_cpu else hook.cpu_only)]
 
 
 def register_hooks() -> None:

@@ -7,7 +7,7 @@ table, which are put back afterwards.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,8 +24,6 @@ from aspire_sglang.speculation.cost_model import StepShape
 BUDGET_SECONDS = 8.0
 """No further step is timed after this long."""
 
-_REPEATS = 3
-
 
 def profile_steps(worker: Any) -> list[tuple[StepShape, float]]:
     """Time draft and verify steps of several sizes.
@@ -38,43 +36,57 @@ def profile_steps(worker: Any) -> list[tuple[StepShape, float]]:
         small for a meaningful step.
     """
     table = worker.req_to_token_pool.req_to_token
-    context = worker.model_runner.attn_backend.context
+    page = worker.model_runner.page_size
     samples: list[tuple[StepShape, float]] = []
     saved = table.clone()
     deadline = time.perf_counter() + BUDGET_SECONDS
     try:
-        for rows, seq_len, pending, verify in _steps(worker):
-            _lend_slots(table, rows, seq_len + pending + 1)
-            plan = _plan(worker, rows, seq_len, pending, verify)
-            shape = plan.shape([context.draft_kv(seq_len + pending)] * rows)
-            seconds = min(_time_step(worker, plan) for _ in range(_REPEATS))
-            samples.append((shape, seconds))
+        for rows, seq_len, pending, verify in _steps(worker, page):
+            _lend_slots(table, rows, seq_len + pending + 1, page)
+            slots = list(range(1, rows + 1))
+            shape, seconds = worker.profile_step(slots, seq_len, pending, verify)
+            samples.append((shape, min(seconds() for _ in range(worker.profile_repeats))))
             if time.perf_counter() > deadline:
                 break
     finally:
         table.copy_(saved)
-        context.clear()
+        worker.model_runner.attn_backend.context.clear()
     return samples if len({shape for shape, _ in samples}) >= 4 else []
 
 
-def _steps(worker: Any) -> Iterator[tuple[int, int, int, bool]]:
+def _steps(worker: Any, page: int) -> Iterator[tuple[int, int, int, bool]]:
     """(rows, committed tokens, pending drafts, verify) of each step to time, cheap ones first."""
     room = worker.token_to_kv_pool_allocator.size
     rows_limit = worker.req_to_token_pool.size
     gamma = worker.gamma_max
     longest = worker.context_len - gamma - 2
     modes = [(0, True), (min(1, gamma), False), (min(4, gamma), True), (gamma, True)]
-    for seq_len in sorted({min(length, longest) for length in (256, 1536, 5120)}):
-        for rows in (1, 4):
-            if rows <= rows_limit and rows * (seq_len + gamma + 1) <= room:
+    for seq_len in sorted({min(length, longest) for length in worker.profile_lengths}):
+        for rows in worker.profile_rows:
+            if rows <= rows_limit and rows * _stride(seq_len + gamma + 1, page) + page <= room:
                 for pending, verify in modes:
                     yield rows, seq_len, pending, verify
 
 
-def _lend_slots(table: torch.Tensor, rows: int, length: int) -> None:
-    # Row 0 of the table and slot 0 of the pool are SGLang's padding.
-    slots = torch.arange(1, rows * length + 1, dtype=table.dtype, device=table.device)
-    table[1 : rows + 1, :length] = slots.view(rows, length)
+def _stride(length: int, page: int) -> int:
+    return -(-length // page) * page
+
+
+def _lend_slots(table: torch.Tensor, rows: int, length: int, page: int) -> None:
+    # Row 0 of the table and page 0 of the pool are SGLang's padding.
+    stride = _stride(length, page)
+    slots = torch.arange(page, page + rows * stride, dtype=table.dtype, device=table.device)
+    table[1 : rows + 1, :length] = slots.view(rows, stride)[:, :length]
+
+
+def host_step(
+    worker: Any, slots: list[int], seq_len: int, pending: int, verify: bool
+) -> tuple[StepShape, Callable[[], float]]:
+    """A synthetic step on the CPU: its shape, and a function that times it once."""
+    plan = _plan(worker, len(slots), seq_len, pending, verify)
+    context = worker.model_runner.attn_backend.context
+    shape = plan.shape([context.draft_kv(seq_len + pending)] * len(slots))
+    return shape, lambda: _time_step(worker, plan)
 
 
 def _plan(worker: Any, rows: int, seq_len: int, pending: int, verify: bool) -> StepPlan:

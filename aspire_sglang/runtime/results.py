@@ -18,6 +18,10 @@ VERIFIED_ROWS = "aspire_verified_rows"
 """Attribute of a ``GenerationBatchResult``: batch indices of the verified rows, in the order of
 the rows of its per-request tensors."""
 
+FEEDBACK = "aspire_feedback"
+"""Attribute of a ``GenerationBatchResult``: called with its accept lengths once they are on the
+host."""
+
 _WHOLE_BATCH = "aspire_whole_batch"
 
 
@@ -28,6 +32,10 @@ def process_verified_rows(
     rows = getattr(result, VERIFIED_ROWS, None)
     if rows is None:
         return original(processor, batch, result)
+    feedback = getattr(result, FEEDBACK, None)
+    if feedback is not None:
+        result.copy_done.synchronize()
+        feedback(result.accept_lens.tolist())
     if not rows:
         return None
     verified = copy.copy(batch)

@@ -33,10 +33,17 @@ class NextStepInput(SpecInput):
 
     def filter_batch(self, new_indices: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Keep the requests at ``new_indices``."""
+        if self.future_indices is not None:
+            # Overlap scheduling: SGLang relays the tokens by request slot.
+            self.future_indices = self.future_indices[new_indices]
+            return
         self.bonus_tokens = self.bonus_tokens[new_indices]
 
     def merge_batch(self, other: NextStepInput) -> None:
         """Append the requests of ``other``."""
+        if self.future_indices is not None:
+            self.future_indices = torch.cat([self.future_indices, other.future_indices])
+            return
         self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
 
 
@@ -59,3 +66,22 @@ class MixedForwardInput(SpecInput):
     def positions(self) -> torch.Tensor:
         """``[T]`` int64; SGLang takes the forward's positions from here."""
         return self.plan.positions
+
+
+@dataclass
+class StagedForwardInput(SpecInput):
+    """A ragged forward whose rows lie in the attention backend's step buffers."""
+
+    positions: torch.Tensor | None
+    """``[T]`` int64, padding included; None while a graph is captured."""
+    ragged_verify_layout: Any
+    """``TierLayout`` for a step that a CUDA graph holds, else None."""
+    capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
+    topk: int = 1
+    custom_mask: None = None
+    num_tokens_per_req: int = 1
+    num_tokens_for_logprob_per_req: int = 1
+    staged: bool = True
+
+    def __post_init__(self) -> None:
+        super().__init__(SpecInputType.DFLASH_VERIFY)

@@ -45,9 +45,13 @@ class Telemetry:
         self.draft_lengths: Counter[int] = Counter()
         self.cost: Callable[[], dict[str, float]] = dict
 
-    def step(self, *, drafts: int, verifies: int, tokens: int, seconds: float) -> None:
-        """Book one decode step with ``drafts`` draft rows and ``verifies`` verify rows."""
+    def step(
+        self, *, drafts: int, verifies: int, tokens: int, seconds: float, graph: bool = False
+    ) -> None:
+        """Book one decode step with ``drafts`` draft rows and ``verifies`` verify rows; ``graph``:
+        it was replayed from a CUDA graph."""
         self.totals["decode_steps"] += 1
+        self.totals["graph_steps" if graph else "eager_steps"] += 1
         self.totals["mixed_steps"] += bool(drafts and verifies)
         self.totals["draft_rows"] += drafts
         self.totals["verify_rows"] += verifies

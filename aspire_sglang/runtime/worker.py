@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from aspire_sglang.runtime.cost import RunningCost
 from aspire_sglang.runtime.draft_state import DraftState, SlotState
 from aspire_sglang.runtime.hooks import verify_hooks
 from aspire_sglang.runtime.modes import ModeScheduler
-from aspire_sglang.runtime.profile import profile_steps
+from aspire_sglang.runtime.profile import host_step, profile_steps
 from aspire_sglang.runtime.results import VERIFIED_ROWS
 from aspire_sglang.runtime.sampler import StepSampler
 from aspire_sglang.runtime.spec_inputs import MixedForwardInput, NextStepInput
 from aspire_sglang.runtime.telemetry import Telemetry
 from aspire_sglang.speculation.acceptance import AcceptanceEstimator, make_estimator
+from aspire_sglang.speculation.cost_model import StepShape
 
 logger = logging.getLogger(__name__)
 
@@ -84,13 +86,27 @@ class AspireWorker(BaseSpecWorker):
         profile = self.config.cost_profile
         self.cost = RunningCost.profiled(lambda: profile_steps(self)) if profile else RunningCost()
         self.telemetry.cost = self.cost.report
-        self._apply_config()
+        self._apply_config(self.config)
         logger.info("ASPIRE: step cost: %s", self.cost.describe())
 
-    def _apply_config(self) -> None:
-        context = self.model_runner.attn_backend.configure_context(self.config.context)
-        scheduler = self.config.scheduler
-        self.sampler = StepSampler(self.state, confidence=scheduler.confidence)
+    profile_lengths: tuple[int, ...] = (256, 1536, 5120)
+    profile_rows: tuple[int, ...] = (1, 4)
+    profile_repeats = 3
+
+    def profile_step(
+        self, slots: list[int], seq_len: int, pending: int, verify: bool
+    ) -> tuple[StepShape, Callable[[], float]]:
+        """A synthetic step of equal rows: its shape, and a function that times it once."""
+        return host_step(self, slots, seq_len, pending, verify)
+
+    def _make_sampler(self) -> Any:
+        return StepSampler(self.state, confidence=self.config.scheduler.confidence)
+
+    def _apply_config(self, config: AspireConfig) -> None:
+        context = self.model_runner.attn_backend.configure_context(config.context)
+        self.config = config
+        scheduler = config.scheduler
+        self.sampler = self._make_sampler()
         self.modes = ModeScheduler(scheduler, self.gamma_max, context, self.cost, self.state)
         self.telemetry.config = self.config
         logger.info("ASPIRE: sparse context: %s", context.describe())
@@ -104,7 +120,7 @@ class AspireWorker(BaseSpecWorker):
         """Read the file given as ``--aspire-config`` again and use it from the next step on.
 
         Raises:
-            ConfigError: the file is not valid, or asks for longer drafts than the buffers hold.
+            ConfigError: the file is not valid, or asks for what needs a restart.
         """
         config = load_config()
         if config.gamma_max > self.speculative_num_steps:
@@ -112,8 +128,10 @@ class AspireWorker(BaseSpecWorker):
                 f"gamma_max {config.gamma_max} needs a restart: this server holds at most "
                 f"{self.speculative_num_steps} drafts per request"
             )
-        self.config = config
-        self._apply_config()
+        try:
+            self._apply_config(config)
+        except ValueError as fault:
+            raise ConfigError(str(fault)) from None
 
     # -- serving --
 
@@ -220,12 +238,17 @@ class AspireWorker(BaseSpecWorker):
     def _generation(self, req: Any) -> int:
         return int(self.req_to_token_pool.req_generation[req.req_pool_idx])
 
-    def _max_draft(self, req: Any, seq_len: int) -> int:
-        """Most drafts that can still be of use to this request, 0 if it must verify now."""
+    def _max_draft(self, req: Any, seq_len: int, unsettled: int = 0) -> int:
+        """Most drafts that can still be of use to this request, 0 if it must verify now.
+
+        Args:
+            seq_len: tokens with final KV, at most.
+            unsettled: most committed tokens that ``req.output_ids`` does not hold yet.
+        """
         if req.to_finish is not None:
             # An abort is honoured when the row's result is processed, so give it one at once.
             return 0
-        remaining = req.sampling_params.max_new_tokens - len(req.output_ids)
+        remaining = req.sampling_params.max_new_tokens - len(req.output_ids) - unsettled
         # A verify commits one token more than it accepts; positions end at the context length.
         return max(0, min(self.gamma_max, remaining - 1, self.context_len - 1 - seq_len))
 

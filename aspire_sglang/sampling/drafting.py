@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aspire_sglang.sampling.draw import draw, uniforms
+from aspire_sglang.sampling.draw import draw, race, uniforms
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,13 @@ def sample_draft(
         store_dtype: type ``q`` is kept in. bfloat16 keeps the exponent range of float32, so small
             probabilities lose digits but do not vanish.
     """
-    if uniform is None:
-        uniform = uniforms((probs.shape[0],), probs.device, generator)
     stored = probs.to(store_dtype)
     weights = stored.float()
-    tokens = draw(weights, uniform)
+    if uniform is None and probs.is_cuda:
+        tokens = race(weights, generator)
+    else:
+        if uniform is None:
+            uniform = uniforms((probs.shape[0],), probs.device, generator)
+        tokens = draw(weights, uniform)
     chosen = weights.gather(1, tokens.view(-1, 1)).view(-1)
     return DraftSample(tokens, stored, chosen / weights.sum(dim=-1))

@@ -81,7 +81,8 @@ def verify(
     exact = rows.greedy if coupling is None else rows.greedy | coupling.mask
     if split is None:
         split = logits.device.type == "cpu"
-    if split and not bool(exact.any()):
+    only_sampled = not rows.has_greedy and coupling is None
+    if only_sampled or (split and not bool(exact.any())):
         return verify_rejection(
             target_probs(logits, rows.take(owner)),
             draft_probs,

@@ -75,3 +75,23 @@ def test_valid_setting_reaches_the_worker_processes(monkeypatch):
     from aspire_sglang.config import load_config
 
     assert load_config().gamma_max == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"device": "xpu"}, "--device xpu"),
+        ({"tp_size": 2}, "--tp-size 2"),
+        ({"enable_torch_compile": True}, "--enable-torch-compile"),
+        ({"disable_cuda_graph_padding": True}, "--disable-cuda-graph-padding"),
+        ({"page_size": 32}, "--page-size 32"),
+    ],
+)
+def test_what_a_gpu_does_not_support_is_named(monkeypatch, change, named):
+    from aspire_sglang.runtime import algorithm
+
+    monkeypatch.setenv("ASPIRE_CONFIG", "")
+    given = {"device": "cuda", "tp_size": 1, "page_size": 16}
+    algorithm._refuse_unsupported_on_gpu(argparse.Namespace(**given))
+    with pytest.raises(ValueError, match=f"^ASPIRE: {named}"):
+        algorithm._refuse_unsupported_on_gpu(argparse.Namespace(**{**given, **change}))

@@ -20,6 +20,7 @@ from aspire_sglang.sampling import (
     verify_greedy,
     verify_rejection,
 )
+from aspire_sglang.sampling.draw import draw_by_blocks, race
 
 VOCAB = 8
 DEPTH = 3
@@ -530,3 +531,28 @@ def test_bad_shapes_are_refused():
         verify_rejection(logits, draft_probs, drafts, num_drafts, indptr, u[:, 1:])
     with pytest.raises(ValueError, match="sampling rows"):
         verify(logits, rows.take(torch.arange(3)), drafts, num_drafts, indptr)
+
+
+@pytest.mark.parametrize("vocab", [5, 256, 700])
+def test_draw_by_blocks_equals_draw(vocab):
+    rng = torch.Generator().manual_seed(vocab)
+    weights = torch.rand((400, vocab), generator=rng) ** 4
+    weights[torch.rand((400, vocab), generator=rng) < 0.4] = 0.0
+    weights[:, 3] += 1e-6
+    weights[7] = 0.0
+    weights[7, -1] = 1.0
+    uniform = torch.rand(400, dtype=torch.float64, generator=rng)
+    uniform[:4] = torch.tensor([0.0, 1.0 - 2.0**-53, 0.5, 1.0 - 2.0**-53])
+    for block in (4, 256):
+        found = draw_by_blocks(weights, uniform, block)
+        assert (weights.gather(1, found.view(-1, 1)) > 0).all()
+        assert torch.equal(found, draw(weights, uniform))
+
+
+def test_race_draws_in_proportion():
+    weights = torch.tensor([0.0, 1.0, 2.0, 0.0, 5.0, 2e-38]).repeat(20_000, 1)
+    found = race(weights, torch.Generator().manual_seed(1))
+    counts = torch.bincount(found, minlength=6)
+    assert counts[[0, 3, 5]].tolist() == [0, 0, 0]
+    expected = torch.tensor([1.0, 2.0, 5.0]) / 8 * 20_000
+    assert chisquare(counts[[1, 2, 4]].numpy(), expected.numpy()).pvalue > 1e-3

@@ -1,0 +1,200 @@
+"""Mixed attention of a serving step on the GPU: page tables, refresh of the page lists, layers.
+
+Every step has two page tables. In the *sparse* one a draft row lists its sparse context and a full
+row its whole context; it serves all layers but one. In the *full* one every row lists its whole
+context; it serves the refresh layer, where draft rows read everything and vote for new pages.
+
+All of it is device work on tensors at fixed addresses, so one captured CUDA graph serves every
+step of the same number of row and token places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aspire_sglang.attention.mixed import MixedAttention, MixedPlan, MixedStep
+from aspire_sglang.attention.step_buffers import StepView
+from aspire_sglang.context.sparse import SparseContext
+from aspire_sglang.kernels.page_scores import page_scores
+from aspire_sglang.kernels.page_selection import select_pages
+from aspire_sglang.kernels.page_tables import build_tables
+from aspire_sglang.kernels.refresh_tables import refresh_tables
+from aspire_sglang.kernels.vote_rows import VoteRows
+
+
+@dataclass(frozen=True)
+class _Table:
+    """``pages``: ``[max_rows, W]`` int32. ``lens``: ``[max_rows]`` int32 tokens listed."""
+
+    pages: Tensor
+    lens: Tensor
+
+    def step(self, cu_seqlens_q: Tensor, max_seqlen_q: int) -> MixedStep:
+        rows = cu_seqlens_q.shape[0] - 1
+        return MixedStep(self.pages[:rows], self.lens[:rows], cu_seqlens_q, max_seqlen_q)
+
+
+class GpuMixedAttention:
+    """Plans once per step, then attends layer by layer.
+
+    Args:
+        attention: the kernel behind it.
+        context: sparse contexts of all requests, on the device.
+        req_to_token: ``[num_slots, width]`` int32 KV slot of each position.
+        page_size: tokens per page of the KV pool; divides the page size of ``context``.
+        max_rows: most rows of a step.
+        max_seqlen_q: most query tokens of a row.
+
+    Raises:
+        ValueError: if lists of the context's pages cannot name pages of the pool.
+    """
+
+    def __init__(
+        self,
+        attention: MixedAttention,
+        context: SparseContext,
+        *,
+        req_to_token: Tensor,
+        page_size: int,
+        max_rows: int,
+        max_seqlen_q: int,
+    ) -> None:
+        if context.selection.page_size % page_size:
+            raise ValueError(
+                f"the sparse context's page_size {context.selection.page_size} must be a multiple "
+                f"of the KV pool's page size {page_size}"
+            )
+        self._attention = attention
+        self.context = context
+        self._req_to_token = req_to_token
+        self._page_size = page_size
+        self._max_seqlen_q = max_seqlen_q
+        device, width = req_to_token.device, req_to_token.shape[1]
+        self._full = self._new_table(max_rows, width, device)
+        self._sparse = self._new_table(max_rows, width, device)
+        self._scores = torch.zeros(
+            (max_rows, context.selection.num_pages(width)), dtype=torch.float32, device=device
+        )
+        self._all_full = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._ones_indptr = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._no_second = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the page tables and scores."""
+        tensors = (self._full.pages, self._sparse.pages, self._scores)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def plan(self, step: StepView) -> None:
+        """Write the page tables of a step and schedule its rows. May be captured."""
+        self._step = step
+        self._build(self._sparse, step.slots, step.context_lens, step.draft)
+        self._sparse_plan = self._schedule(self._sparse, step)
+        refresh = self.context.refresh
+        self._full_plan: MixedPlan | None = None
+        if refresh.source == "refresh":
+            no_drafts = self._all_full[: step.num_rows]
+            self._build(self._full, step.slots, step.context_lens, no_drafts)
+            self._full_plan = self._schedule(self._full, step)
+
+    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Attention of one layer; the KV of the new tokens is already in the pool.
+
+        Args:
+            layer: SGLang's ``RadixAttention``.
+            q: ``[T, Hq, D]``.
+            k, v: ``[num_slots, Hkv, D]``, the layer's pool.
+            out: ``[T, Hq, D]``; places of tokens that no row owns are not written.
+        """
+        context, step = self.context, self._step
+        if not context.full_rows_vote(layer.layer_id):
+            self._sparse_plan.run(q, k, v, out=out)
+            return
+        plan = self._full_plan or self._sparse_plan
+        _, lse = plan.run(q, k, v, out=out, return_lse=True)
+        assert lse is not None
+        votes = VoteRows(step.voting, step.voters, step.positions)
+        scores = self._score(layer, q, lse, k, votes)
+        if self._full_plan is None or not context.refresh.same_step:
+            select_pages(scores, step.context_lens, step.voting, context.lists)
+            return
+        rows = step.num_rows
+        refresh_tables(
+            scores,
+            self._req_to_token,
+            step.slots,
+            step.context_lens,
+            step.draft,
+            context.lists,
+            self._sparse.pages[:rows],
+            self._sparse.lens[:rows],
+            kv_page_size=self._page_size,
+        )
+        self._sparse_plan = self._schedule(self._sparse, step)
+
+    def plan_prefill(self, slots: Tensor, seq_lens: Tensor, q_ends: Tensor) -> None:
+        """Prepare the vote of a prefill: the last token of each prompt chunk.
+
+        Args:
+            slots: ``[n]`` int row of the request table.
+            seq_lens: ``[n]`` int tokens of the context, the chunk included.
+            q_ends: ``[n]`` int end of the row's query tokens.
+        """
+        rows = slots.shape[0]
+        slots, seq_lens = slots.int(), seq_lens.int()
+        self._build(self._full, slots, seq_lens, self._all_full[:rows])
+        step = self._full.step(self._ones_indptr[: rows + 1], 1)
+        self._prefill = (slots, seq_lens, q_ends.long() - 1, self._attention.plan(step))
+
+    def vote_prefill(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Make the first page lists, at the refresh layer of a prefill; arguments as ``attend``."""
+        slots, seq_lens, last, plan = self._prefill
+        rows = slots.shape[0]
+        queries = q[last]
+        _, lse = plan.run(queries, k, v, return_lse=True)
+        assert lse is not None
+        voters = torch.stack([self._ones_indptr[:rows], self._no_second[:rows]], dim=1)
+        scores = self._score(layer, queries, lse, k, VoteRows(slots, voters, seq_lens - 1))
+        select_pages(scores, seq_lens, slots, self.context.lists)
+
+    def _score(self, layer: Any, q: Tensor, lse: Tensor, k: Tensor, votes: VoteRows) -> Tensor:
+        selection = self.context.selection
+        return page_scores(
+            q,
+            lse,
+            k,
+            self._req_to_token,
+            votes,
+            self._scores[: votes.slots.shape[0]],
+            page_size=selection.page_size,
+            scale=layer.scaling,
+            reduction=selection.reduction,
+            logit_cap=layer.logit_cap or 0.0,
+        )
+
+    def _schedule(self, table: _Table, step: StepView) -> MixedPlan:
+        return self._attention.plan(table.step(step.cu_seqlens_q, self._max_seqlen_q))
+
+    def _build(self, table: _Table, slots: Tensor, context_lens: Tensor, draft: Tensor) -> None:
+        rows = slots.shape[0]
+        build_tables(
+            self._req_to_token,
+            slots,
+            context_lens,
+            draft,
+            self.context.lists,
+            table.pages[:rows],
+            table.lens[:rows],
+            kv_page_size=self._page_size,
+        )
+
+    def _new_table(self, max_rows: int, width: int, device: torch.device) -> _Table:
+        columns = -(-width // self._page_size)
+        return _Table(
+            torch.zeros((max_rows, columns), dtype=torch.int32, device=device),
+            torch.zeros(max_rows, dtype=torch.int32, device=device),
+        )

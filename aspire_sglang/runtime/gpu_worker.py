@@ -1,0 +1,287 @@
+"""The speculative worker on a GPU: the host decides modes, the device keeps lengths and tokens.
+
+A step is launched without waiting for the device. What it accepted becomes known when SGLang
+processes its result: at once, or with overlap scheduling while the next step runs. Until then the
+host knows the number of pending drafts exactly, as every verify leaves none, and the number of
+committed tokens up to one verify.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+
+from aspire_sglang.attention.step_buffers import HostStep, StepView, pack_step
+from aspire_sglang.kernels.step_layout import lay_out_step
+from aspire_sglang.runtime.device_sampler import DeviceSampler
+from aspire_sglang.runtime.device_state import DeviceState
+from aspire_sglang.runtime.draft_state import SlotState
+from aspire_sglang.runtime.gpu_graphs import TierLayout, tier_of
+from aspire_sglang.runtime.results import FEEDBACK, VERIFIED_ROWS
+from aspire_sglang.runtime.spec_inputs import NextStepInput, StagedForwardInput
+from aspire_sglang.runtime.worker import AspireWorker
+from aspire_sglang.speculation.cost_model import StepShape
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A step whose rows and tokens are on the device.
+
+    ``layout``: the graph tier it was padded to, None for an eager step.
+    """
+
+    host: HostStep
+    view: StepView
+    layout: TierLayout | None
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """What to learn from a step once its accept lengths are known.
+
+    ``verified``: per verify row its state, request and drafts. ``started`` and ``ended``: events
+    around the step on the device.
+    """
+
+    worker: GpuWorker
+    shape: StepShape
+    num_drafts: int
+    verified: list[tuple[SlotState, Any, int]]
+    started: Any
+    ended: Any
+    graph: bool
+
+    def __call__(self, accept_lens: list[int]) -> None:
+        """Feed estimators, cost model and counters; the step has ended."""
+        worker = self.worker
+        for (state, req, drafts), length in zip(self.verified, accept_lens, strict=True):
+            state.settle(drafts, length - 1)
+            # With overlap a request may have ended in the step before, unknown at launch.
+            if not req.finished():
+                worker.telemetry.verified(req.rid, drafts, length - 1)
+        seconds = self.started.elapsed_time(self.ended) / 1e3
+        worker.cost.observe(self.shape, seconds)
+        worker.telemetry.step(
+            drafts=self.num_drafts,
+            verifies=len(self.verified),
+            tokens=self.shape.tokens,
+            seconds=seconds,
+            graph=self.graph,
+        )
+
+
+class GpuWorker(AspireWorker):
+    """See the module and :class:`AspireWorker`."""
+
+    def __init__(self, *, server_args: Any, target_worker: Any, **kwargs: Any) -> None:
+        super().__init__(server_args=server_args, target_worker=target_worker, **kwargs)
+        runner = target_worker.model_runner
+        # One more than requests: SGLang's slot 0 is padding.
+        self.device_state = DeviceState(
+            server_args.max_running_requests + 1,
+            self.speculative_num_steps,
+            runner.model_config.vocab_size,
+            runner.device,
+        )
+        logger.info("ASPIRE: draft distributions: %.2f GB", self.device_state.memory / 1e9)
+
+    def alloc_memory_pool(self, req_to_token_pool: Any = None, **kwargs: Any) -> None:
+        super().alloc_memory_pool(req_to_token_pool=req_to_token_pool, **kwargs)
+        rows = req_to_token_pool.req_to_token.shape[0]
+        if rows > self.device_state.num_slots:
+            raise RuntimeError(
+                f"ASPIRE: the request pool has {rows} rows, "
+                f"--max-running-requests promised {self.device_state.num_slots}"
+            )
+
+    def _make_sampler(self) -> DeviceSampler:
+        return DeviceSampler(self.device_state)
+
+    def _prefill(self, batch: Any) -> GenerationBatchResult:
+        result = super()._prefill(batch)
+        self.device_state.bonus[batch.req_pool_indices] = result.next_token_ids.long()
+        return result
+
+    def _decode(self, batch: Any) -> GenerationBatchResult:
+        started = torch.cuda.Event(enable_timing=True)
+        started.record()
+        states = [self.state.get(req.req_pool_idx, self._generation(req)) for req in batch.reqs]
+        slots = [req.req_pool_idx for req in batch.reqs]
+        seq_lens = [
+            req.kv_committed_len + state.unsettled
+            for req, state in zip(batch.reqs, states, strict=True)
+        ]
+        caps = [
+            self._max_draft(req, s, state.unsettled)
+            for req, s, state in zip(batch.reqs, seq_lens, states, strict=True)
+        ]
+        verify, draft_kv = self.modes.decide(slots, seq_lens, states, caps)
+        pending = [state.pending for state in states]
+        staged = self.stage(slots, pending, verify, batch.seq_lens)
+        shape = step_shape(seq_lens, pending, verify, draft_kv)
+        forward = self._forward_staged(batch, staged)
+        logits = forward.logits_output.next_token_logits[: staged.host.num_tokens]
+        params = [req.sampling_params for req in batch.reqs]
+        outcome = self.sampler.step(staged.host, staged.view, logits, batch.sampling_info, params)
+        return self._result(batch, staged, states, shape, forward, outcome, started)
+
+    def stage(
+        self, slots: list[int], pending: list[int], verify: list[bool], seq_lens: torch.Tensor
+    ) -> Staged:
+        """Put a step on the device, padded to a graph's tier if there is one.
+
+        Args:
+            slots, pending, verify: per row of the batch.
+            seq_lens: ``[bs]`` int64 on the device, tokens with final KV.
+        """
+        backend, state = self.model_runner.attn_backend, self.device_state
+        step = HostStep.build(slots, pending, verify)
+        runner = self.model_runner.decode_cuda_graph_runner
+        tier = tier_of(runner, len(slots), step.num_tokens)
+        rows, tokens = tier or (len(slots), step.num_tokens)
+        packed = pack_step(step, rows, tokens, drafts_vote=backend.drafts_vote)
+        view = backend.steps.load(packed, rows, tokens)
+        lay_out_step(
+            view.slots,
+            view.order,
+            view.pending,
+            view.token_row,
+            view.token_step,
+            seq_lens,
+            state.bonus,
+            state.drafts,
+            state.pending,
+            self.req_to_token_pool.req_to_token,
+            view.input_ids,
+            view.positions,
+            view.out_cache_loc,
+            view.row_lens,
+            view.context_lens,
+        )
+        return Staged(step, view, TierLayout(len(slots), tokens) if tier else None)
+
+    def _forward_staged(self, batch: Any, staged: Staged) -> GenerationBatchResult:
+        # SGLang snapshots the batch around this call, so it may be rebound freely.
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        batch.input_ids = staged.view.input_ids
+        batch.out_cache_loc = staged.view.out_cache_loc
+        batch.spec_info = StagedForwardInput(staged.view.positions, staged.layout)
+        forward_batch = ForwardBatch.init_new(
+            batch,
+            self.model_runner,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            return_hidden_states_before_norm=False,
+        )
+        return self.target_worker.forward_batch_generation(
+            None, forward_batch=forward_batch, is_verify=True
+        )
+
+    def _result(
+        self,
+        batch: Any,
+        staged: Staged,
+        states: list[SlotState],
+        shape: StepShape,
+        forward: GenerationBatchResult,
+        outcome: Any,
+        started: Any,
+    ) -> GenerationBatchResult:
+        host, view = staged.host, staged.view
+        rows = host.verify_rows
+        order = view.order[: len(host.order)].long()
+        new_seq_lens = batch.seq_lens.clone()
+        new_seq_lens[order] = view.row_lens[: len(host.order)]
+        result = GenerationBatchResult(
+            logits_output=forward.logits_output,
+            next_token_ids=outcome.tokens.flatten(),
+            accept_lens=outcome.accept_lens,
+            cap_lens=torch.from_numpy(host.pending[host.order[host.num_drafts :]]),
+            new_seq_lens=new_seq_lens,
+            next_draft_input=NextStepInput(
+                bonus_tokens=self.device_state.bonus[batch.req_pool_indices]
+            ),
+            speculative_num_draft_tokens=self.speculative_num_draft_tokens,
+            can_run_cuda_graph=forward.can_run_cuda_graph,
+        )
+        ended = torch.cuda.Event(enable_timing=True)
+        ended.record()
+        verified = []
+        for row in rows:
+            state = states[row]
+            verified.append((state, batch.reqs[row], state.pending))
+            state.begin_settling()
+        for row in host.draft_rows:
+            states[row].pending += 1
+            states[row].age += 1
+        feedback = Feedback(
+            self, shape, host.num_drafts, verified, started, ended, forward.can_run_cuda_graph
+        )
+        setattr(result, VERIFIED_ROWS, rows)
+        setattr(result, FEEDBACK, feedback)
+        return result
+
+    # -- start-up profile --
+
+    profile_lengths = (1024, 7168, 30_000)
+    profile_rows = (1, 16, 64, 256)
+    profile_repeats = 3
+
+    def profile_step(
+        self, slots: list[int], seq_len: int, pending: int, verify: bool
+    ) -> tuple[StepShape, Callable[[], float]]:
+        rows = len(slots)
+        device = self.req_to_token_pool.req_to_token.device
+        seq_lens = torch.full((rows,), seq_len, dtype=torch.int64, device=device)
+        draft_kv = self.model_runner.attn_backend.context.draft_kv(seq_len + pending)
+        pendings, modes = [pending] * rows, [verify] * rows
+        shape = step_shape([seq_len] * rows, pendings, modes, [draft_kv] * rows)
+
+        def seconds() -> float:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            staged = self.stage(slots, pendings, modes, seq_lens)
+            batch = ForwardBatch(
+                forward_mode=ForwardMode.TARGET_VERIFY,
+                batch_size=rows,
+                input_ids=staged.view.input_ids,
+                req_pool_indices=torch.tensor(slots, device=device),
+                seq_lens=seq_lens,
+                seq_lens_sum=rows * seq_len,
+                out_cache_loc=staged.view.out_cache_loc,
+                positions=staged.view.positions,
+                spec_algorithm=self.model_runner.spec_algorithm,
+                spec_info=StagedForwardInput(staged.view.positions, staged.layout),
+                capture_hidden_mode=CaptureHiddenMode.NULL,
+                num_token_non_padded_cpu=staged.view.input_ids.shape[0],
+            )
+            self.target_worker.forward_batch_generation(None, forward_batch=batch, is_verify=True)
+            torch.cuda.synchronize()
+            return time.perf_counter() - start
+
+        return shape, seconds
+
+
+def step_shape(
+    seq_lens: list[int], pending: list[int], verify: list[bool], draft_kv: list[int]
+) -> StepShape:
+    """What a step costs, for the cost model; arguments per batch row."""
+    tokens = kv_tokens = pairs = 0
+    for s, k, full, sparse in zip(seq_lens, pending, verify, draft_kv, strict=True):
+        queries, read = (k + 1, s + k + 1) if full else (1, sparse)
+        tokens += queries
+        kv_tokens += read
+        pairs += queries * read
+    return StepShape(tokens, kv_tokens, pairs)

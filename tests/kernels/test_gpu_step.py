@@ -1,0 +1,203 @@
+"""The GPU's mixed step in Triton's interpreter: layout of the rows, and attention with refresh
+against the CPU implementation."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from aspire_sglang.attention.gpu_mixed import GpuMixedAttention
+from aspire_sglang.attention.mixed import AttentionSpec
+from aspire_sglang.attention.rows import ForwardRows
+from aspire_sglang.attention.step_buffers import HostStep, StepBuffers, pack_step
+from aspire_sglang.attention.torch_mixed import TorchMixedAttention
+from aspire_sglang.attention.triton_mixed import TritonMixedAttention
+from aspire_sglang.context.selection import SelectionConfig
+from aspire_sglang.context.sparse import RefreshConfig, SparseContext
+from aspire_sglang.kernels.step_layout import lay_out_step
+
+LAYERS, KV_HEADS, GROUP, DIM, WIDTH = 3, 2, 3, 64, 320
+
+
+def lay_out(buffers, step, rows, tokens, seq_lens, state, table, drafts_vote=True):
+    view = buffers.load(pack_step(step, rows, tokens, drafts_vote=drafts_vote), rows, tokens)
+    lay_out_step(
+        view.slots, view.order, view.pending, view.token_row, view.token_step, seq_lens,
+        state.bonus, state.drafts, state.pending, table, view.input_ids, view.positions,
+        view.out_cache_loc, view.row_lens, view.context_lens,
+    )  # fmt: skip
+    return view
+
+
+def test_layout_with_padding():
+    table = (torch.arange(5).view(5, 1) * 1000 + torch.arange(200).view(1, 200)).int()
+    state = SimpleNamespace(
+        bonus=torch.tensor([0, 7000, 7001, 7002, 7003]),
+        drafts=torch.arange(5).view(5, 1) * 100 + torch.arange(1, 9).view(1, 8),
+        pending=torch.zeros(5, dtype=torch.int64),
+    )
+    step = HostStep.build([1, 2, 3, 4], [0, 2, 3, 0], [False, True, False, True])
+    assert (step.num_drafts, step.num_tokens) == (2, 6)
+    assert (step.draft_rows, step.verify_rows) == ([0, 2], [1, 3])
+    buffers = StepBuffers(8, 40, "cpu")
+    view = lay_out(buffers, step, 6, 9, torch.tensor([10, 20, 30, 40]), state, table)
+    # As in the CPU's plan of the same step, then padding.
+    assert view.input_ids.tolist() == [7000, 303, 7001, 201, 202, 7003, 0, 0, 0]
+    assert view.positions.tolist() == [10, 33, 20, 21, 22, 40, 0, 0, 0]
+    assert view.out_cache_loc.tolist() == [1010, 3033, 2020, 2021, 2022, 4040, 0, 0, 0]
+    assert view.slots.tolist() == [1, 3, 2, 4, -1, -1]
+    assert view.order.tolist()[:4] == [0, 2, 1, 3]
+    assert view.draft.tolist() == [1, 1, 0, 0, 0, 0]
+    assert view.cu_seqlens_q.tolist() == [0, 1, 2, 5, 6, 6, 6]
+    assert view.voters.tolist() == [[0, -1], [1, -1], [2, 4], [5, -1], [-1, -1], [-1, -1]]
+    assert view.row_lens.tolist()[:4] == [10, 30, 20, 40]
+    assert view.context_lens.tolist() == [11, 34, 23, 41, 0, 0]
+    assert state.pending.tolist() == [0, 0, 2, 3, 0]
+
+
+def test_addresses_stay_and_are_aligned():
+    buffers = StepBuffers(9, 50, "cpu")
+    first, again = buffers.view(5, 7), buffers.view(5, 7)
+    for name in ("slots", "cu_seqlens_q", "voters", "token_step"):
+        address = getattr(first, name).data_ptr()
+        assert address == getattr(again, name).data_ptr()
+        assert (address - first.slots.data_ptr()) % 16 == 0
+    with pytest.raises(ValueError, match="does not fit"):
+        buffers.view(10, 7)
+
+
+def test_draft_rows_may_keep_their_vote():
+    step = HostStep.build([1, 2], [1, 1], [False, True])
+    buffers = StepBuffers(4, 8, "cpu")
+    view = buffers.load(pack_step(step, 3, 4, drafts_vote=False), 3, 4)
+    assert view.voting.tolist() == [-1, 2, -1]
+
+
+class Model:
+    """Three layers of one pool, attended by the GPU and by the CPU implementation."""
+
+    def __init__(self, page: int, refresh: RefreshConfig) -> None:
+        rng = torch.Generator().manual_seed(page)
+        slots = 6 * WIDTH + page
+        self.k = torch.randn((LAYERS, slots, KV_HEADS, DIM), generator=rng)
+        self.v = torch.randn((LAYERS, slots, KV_HEADS, DIM), generator=rng)
+        pages = torch.randperm(6 * WIDTH // page, generator=rng) + 1
+        places = (pages.view(-1, 1) * page + torch.arange(page)).view(6, WIDTH)
+        self.table = places.int()
+        selection = SelectionConfig(page_size=16, min_pages=6, ratio=0.1, last_pages=2)
+
+        def context():
+            return SparseContext(
+                selection, refresh, num_layers=LAYERS, num_slots=6, context_len=WIDTH
+            )
+
+        spec = AttentionSpec(
+            GROUP * KV_HEADS, KV_HEADS, DIM, page, torch.float32, torch.float32, DIM**-0.5
+        )
+        self.gpu = GpuMixedAttention(
+            TritonMixedAttention(spec, max_seqlen_q=5, device="cpu"),
+            context(),
+            req_to_token=self.table,
+            page_size=page,
+            max_rows=8,
+            max_seqlen_q=5,
+        )
+        pool = SimpleNamespace(
+            start_layer=0,
+            head_major=lambda layer: (
+                self.k[layer].transpose(0, 1).contiguous(),
+                self.v[layer].transpose(0, 1).contiguous(),
+            ),
+        )
+        self.cpu = TorchMixedAttention(
+            num_heads=GROUP * KV_HEADS, req_to_token=self.table, pool=pool
+        )
+        self.cpu.context = context()
+        self.buffers = StepBuffers(8, 40, "cpu")
+        self.state = SimpleNamespace(
+            bonus=torch.zeros(6, dtype=torch.int64),
+            drafts=torch.zeros((6, 4), dtype=torch.int64),
+            pending=torch.zeros(6, dtype=torch.int64),
+        )
+        self.rng = rng
+
+    def layers(self):
+        for number in range(LAYERS):
+            yield SimpleNamespace(layer_id=number, scaling=DIM**-0.5, logit_cap=0.0)
+
+    def queries(self, tokens: int) -> torch.Tensor:
+        return 2 * torch.randn((tokens, GROUP * KV_HEADS, DIM), generator=self.rng)
+
+    def prefill(self, slots: list[int], lens: list[int]) -> None:
+        rows = ForwardRows(slots, [3] * len(slots), lens, [False] * len(slots))
+        self.cpu.plan(rows)
+        ends = torch.arange(1, len(slots) + 1) * 3
+        self.gpu.plan_prefill(torch.tensor(slots), torch.tensor(lens), ends)
+        for layer in self.layers():
+            q = self.queries(3 * len(slots))
+            self.cpu.attend(layer, q, torch.empty_like(q))
+            if self.gpu.context.full_rows_vote(layer.layer_id):
+                self.gpu.vote_prefill(layer, q, self.k[layer.layer_id], self.v[layer.layer_id])
+        self.same_lists()
+
+    def step(self, slots, seq_lens, pending, verify, *, pad=0) -> None:
+        host = HostStep.build(slots, pending, verify)
+        votes = self.gpu.context.refresh.source == "refresh"
+        rows, tokens = len(slots) + pad, host.num_tokens + pad
+        view = lay_out(
+            self.buffers, host, rows, tokens, torch.tensor(seq_lens), self.state, self.table, votes
+        )
+        self.gpu.plan(view)
+        q_lens = [k + 1 if v else 1 for k, v in zip(pending, verify, strict=True)]
+        lens = [s + k + 1 for s, k in zip(seq_lens, pending, strict=True)]
+        self.cpu.plan(ForwardRows(slots, q_lens, lens, [not v for v in verify], decoding=True))
+        for layer in self.layers():
+            q = self.queries(tokens)
+            used = host.num_tokens
+            want, got = torch.empty_like(q[:used]), torch.zeros_like(q)
+            self.cpu.attend(layer, q[:used], want)
+            self.gpu.attend(layer, q, self.k[layer.layer_id], self.v[layer.layer_id], got)
+            torch.testing.assert_close(got[:used], want, atol=2e-5, rtol=2e-5)
+            assert not got[used:].any()
+        self.same_lists()
+
+    def same_lists(self) -> None:
+        ours, theirs = self.gpu.context.lists, self.cpu.context.lists
+        assert ours.counts.tolist() == theirs.counts.tolist()
+        assert ours.built_for.tolist() == theirs.built_for.tolist()
+        for slot, count in enumerate(theirs.counts.tolist()):
+            assert ours.pages[slot, :count].tolist() == theirs.pages[slot, :count].tolist()
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize(
+    "refresh",
+    [
+        RefreshConfig("refresh", 1, same_step=True),
+        RefreshConfig("refresh", 0, same_step=False),
+        RefreshConfig("last_verify", 1, same_step=True),
+        RefreshConfig("window", 1, same_step=True),
+    ],
+    ids=["same-step", "next-step", "last-verify", "window"],
+)
+def test_equals_the_cpu_implementation(page, refresh):
+    model = Model(page, refresh)
+    model.prefill([1, 2], [230, 40])
+    model.prefill([4, 3], [175, 291])
+    model.step([1, 2, 4, 3], [230, 40, 175, 291], [0, 0, 0, 0], [False] * 4, pad=2)
+    model.step([1, 2, 4, 3], [230, 40, 175, 291], [1, 1, 1, 1], [False, True, False, True], pad=1)
+    model.step([1, 2, 4, 3], [230, 42, 175, 292], [2, 0, 2, 0], [True, True, False, False])
+    model.step([2, 4], [43, 175], [0, 3], [True, True], pad=3)
+
+
+def test_pages_that_do_not_nest_are_refused():
+    with pytest.raises(ValueError, match="multiple"):
+        Model(64, RefreshConfig("window", 1, same_step=True))
+
+
+def test_step_order_is_stable():
+    step = HostStep.build([5, 6, 7], [0, 0, 0], [True, False, True])
+    assert np.array_equal(step.order, [1, 0, 2])

@@ -1,0 +1,173 @@
+"""The GPU worker's bookkeeping with a model that only counts, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang.srt.speculative.base_spec_worker")
+
+from aspire_sglang.attention.step_buffers import StepBuffers
+from aspire_sglang.context.selection import SelectionConfig
+from aspire_sglang.context.sparse import RefreshConfig, SparseContext
+from aspire_sglang.runtime import gpu_worker, worker
+from aspire_sglang.runtime.results import FEEDBACK, VERIFIED_ROWS
+
+VOCAB, GAMMA, WIDTH = 50, 4, 128
+
+
+class Event:
+    def __init__(self, **_: Any) -> None: ...
+    def record(self) -> None: ...
+    def elapsed_time(self, _: Event) -> float:
+        return 1.0
+
+
+class Target:
+    """The next token is the last one plus one, except after multiples of seven for drafts."""
+
+    def __init__(self, tiers: list[int] | None) -> None:
+        context = SparseContext(
+            SelectionConfig(),
+            RefreshConfig("refresh", 0, True),
+            num_layers=2,
+            num_slots=4,
+            context_len=WIDTH,
+        )
+        graphs = SimpleNamespace(capture_num_tokens=tiers, max_bs=3) if tiers else None
+        self.model_runner = SimpleNamespace(
+            model_config=SimpleNamespace(context_len=100, vocab_size=VOCAB),
+            device="cpu",
+            page_size=1,
+            spec_algorithm=None,
+            decode_cuda_graph_runner=graphs,
+            attn_backend=SimpleNamespace(
+                steps=StepBuffers(3, 15, "cpu"),
+                drafts_vote=True,
+                context=context,
+                configure_context=lambda config: context,
+            ),
+        )
+        self.seen: list[Any] = []
+
+    def forward_batch_generation(self, batch, forward_batch=None, is_verify=False):
+        if batch is not None:
+            tokens = batch.input_ids + 1
+            return SimpleNamespace(next_token_ids=tokens.int())
+        self.seen.append(forward_batch)
+        ids = forward_batch.input_ids
+        return SimpleNamespace(
+            logits_output=SimpleNamespace(
+                next_token_logits=torch.nn.functional.one_hot((ids + 1) % VOCAB, VOCAB).float()
+            ),
+            can_run_cuda_graph=forward_batch.spec_info.ragged_verify_layout is not None,
+        )
+
+
+def make(monkeypatch, tiers=None):
+    monkeypatch.setattr(worker, "verify_hooks", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(
+        gpu_worker.ForwardBatch,
+        "init_new",
+        lambda batch, runner, **_: SimpleNamespace(
+            input_ids=batch.input_ids, spec_info=batch.spec_info
+        ),
+    )
+    monkeypatch.setenv(
+        "ASPIRE_CONFIG", "{scheduler: {policy: fixed, gamma: 3}, cost_profile: false}"
+    )
+    args = SimpleNamespace(max_running_requests=3, speculative_num_steps=GAMMA)
+    made = gpu_worker.GpuWorker(server_args=args, target_worker=Target(tiers))
+    table = torch.arange(4 * WIDTH, dtype=torch.int32).view(4, WIDTH)
+    pool = SimpleNamespace(req_to_token=table, req_generation=torch.ones(4), size=3)
+    made.alloc_memory_pool(
+        req_to_token_pool=pool, token_to_kv_pool_allocator=SimpleNamespace(size=4 * WIDTH)
+    )
+    made.init_cuda_graphs()
+    return made
+
+
+class Batch:
+    def __init__(self, prompts: list[int], new_tokens: int) -> None:
+        self.reqs = [
+            SimpleNamespace(
+                rid=str(i),
+                req_pool_idx=i + 1,
+                kv_committed_len=length,
+                output_ids=[],
+                to_finish=None,
+                finished=lambda: False,
+                sampling_params=SimpleNamespace(max_new_tokens=new_tokens),
+            )
+            for i, length in enumerate(prompts)
+        ]
+        self.seq_lens = torch.tensor(prompts)
+        self.req_pool_indices = torch.arange(1, len(prompts) + 1)
+        self.input_ids = torch.tensor(prompts)
+        self.sampling_info = SimpleNamespace(is_all_greedy=True)
+        self.forward_mode = SimpleNamespace(is_extend=lambda: True)
+
+    def decode(self, worker):
+        self.forward_mode = SimpleNamespace(is_extend=lambda: False)
+        result = worker.forward_batch_generation(self)
+        self.seq_lens = result.new_seq_lens
+        return result
+
+    def process(self, result):
+        """What SGLang does with a result, one step late with overlap scheduling."""
+        lens = result.accept_lens.tolist()
+        getattr(result, FEEDBACK)(lens)
+        stride = result.speculative_num_draft_tokens
+        for i, row in enumerate(getattr(result, VERIFIED_ROWS)):
+            tokens = result.next_token_ids[i * stride : i * stride + lens[i]].tolist()
+            self.reqs[row].output_ids += tokens
+            self.reqs[row].kv_committed_len += lens[i]
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["at-once", "one-step-late"])
+@pytest.mark.parametrize("tiers", [None, [5, 10, 15], [2]], ids=["eager", "graphs", "small-graph"])
+def test_counts_on(monkeypatch, late, tiers):
+    made = make(monkeypatch, tiers)
+    batch = Batch([10, 20, 30], new_tokens=12)
+    first = made.forward_batch_generation(batch)
+    for req, token in zip(batch.reqs, first.next_token_ids.tolist(), strict=True):
+        req.output_ids.append(token)
+    queue = []
+    for _ in range(16):
+        queue.append(batch.decode(made))
+        if len(queue) > late:
+            batch.process(queue.pop(0))
+    for result in queue:
+        batch.process(result)
+    for req, start in zip(batch.reqs, [11, 21, 31], strict=True):
+        wanted = [(start + i) % VOCAB for i in range(len(req.output_ids))]
+        assert len(wanted) >= 12
+        assert req.output_ids == wanted
+    assert batch.seq_lens.tolist() == [req.kv_committed_len for req in batch.reqs]
+    totals = made.telemetry.totals
+    assert totals["accepted_drafts"] > 20
+    assert totals["discarded_drafts"] == 0
+    eager = totals["eager_steps"] if tiers is None or len(tiers) == 1 else totals["graph_steps"]
+    assert eager == 16
+    assert all(state.unsettled == 0 for state in made.state._slots.values())
+
+
+def test_profile_restores_the_table(monkeypatch):
+    made = make(monkeypatch, [5, 10, 15])
+    monkeypatch.setattr(gpu_worker, "ForwardBatch", SimpleNamespace)
+    before = made.req_to_token_pool.req_to_token.clone()
+    made.profile_lengths, made.profile_rows = (30, 60), (1, 3)
+    samples = gpu_worker_profile(made)
+    assert len(samples) >= 6
+    assert torch.equal(before, made.req_to_token_pool.req_to_token)
+
+
+def gpu_worker_profile(made):
+    from aspire_sglang.runtime.profile import profile_steps
+
+    return profile_steps(made)
