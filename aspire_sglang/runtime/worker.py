@@ -89,8 +89,8 @@ class AspireWorker(BaseSpecWorker):
         self._apply_config(self.config)
         logger.info("ASPIRE: step cost: %s", self.cost.describe())
 
-    profile_lengths = (256, 1536, 5120)
-    profile_rows = (1, 4)
+    profile_lengths: tuple[int, ...] = (256, 1536, 5120)
+    profile_rows: tuple[int, ...] = (1, 4)
     profile_repeats = 2
 
     def profile_step(
