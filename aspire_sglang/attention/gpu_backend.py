@@ -40,9 +40,8 @@ class GpuAttentionBackend(FlashAttentionBackend):
     def __init__(self, model_runner: Any) -> None:
         _refuse_unsupported(model_runner)
         super().__init__(model_runner)
-        # Typed as present: only forwards that speculate touch them.
-        self.steps: StepBuffers = None  # type: ignore[assignment]
-        self._mixed: GpuMixedAttention = None  # type: ignore[assignment]
+        self.steps: StepBuffers | None = None
+        self._mixed: GpuMixedAttention | None = None
         if not is_aspire(model_runner.server_args):
             return
         args, pool = model_runner.server_args, model_runner.req_to_token_pool
@@ -104,7 +103,7 @@ class GpuAttentionBackend(FlashAttentionBackend):
             return
         super().init_forward_metadata(forward_batch)
         if self._prefill_votes(forward_batch):
-            self._mixed.plan_prefill(
+            self._speculation()[1].plan_prefill(
                 forward_batch.req_pool_indices,
                 forward_batch.seq_lens,
                 forward_batch.extend_seq_lens.cumsum(0),
@@ -116,11 +115,12 @@ class GpuAttentionBackend(FlashAttentionBackend):
         elif in_capture:
             # Shapes decide what a graph does; its rows come from the buffers at each replay, which
             # the worker has filled by then.
-            self.steps.load_inert(*_places(forward_batch))
+            self._speculation()[0].load_inert(*_places(forward_batch))
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         if forward_batch.forward_mode.is_target_verify():
-            self._mixed.plan(self.steps.view(*_places(forward_batch)))
+            steps, mixed = self._speculation()
+            mixed.plan(steps.view(*_places(forward_batch)))
         else:
             super().init_forward_metadata_in_graph(forward_batch)
 
@@ -130,13 +130,19 @@ class GpuAttentionBackend(FlashAttentionBackend):
             super().init_cuda_graph_state(max_bs, max_num_tokens)
 
     def _plan_mixed(self, forward_batch: Any) -> None:
+        steps, mixed = self._speculation()
         rows, tokens = _places(forward_batch)
         if getattr(forward_batch.spec_info, "staged", False):
-            step = self.steps.view(rows, tokens)
+            step = steps.view(rows, tokens)
         else:
             # SGLang's own warm-up: no rows of ours.
-            step = self.steps.load_inert(min(rows, self.steps.max_rows), tokens)
-        self._mixed.plan(step)
+            step = steps.load_inert(min(rows, steps.max_rows), tokens)
+        mixed.plan(step)
+
+    def _speculation(self) -> tuple[StepBuffers, GpuMixedAttention]:
+        assert self.steps is not None
+        assert self._mixed is not None
+        return self.steps, self._mixed
 
     def _prefill_votes(self, forward_batch: Any) -> bool:
         return (
@@ -161,10 +167,10 @@ class GpuAttentionBackend(FlashAttentionBackend):
             out = super().forward_extend(
                 q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
             )
-            if self._prefill_votes(forward_batch) and self._mixed.context.full_rows_vote(
-                layer.layer_id
-            ):
-                self._mixed.vote_prefill(layer, query, *self._pool_of(layer))
+            if self._prefill_votes(forward_batch):
+                mixed = self._speculation()[1]
+                if mixed.context.full_rows_vote(layer.layer_id):
+                    mixed.vote_prefill(layer, query, *self._pool_of(layer))
             return out
         if layer.scaling != self._spec.scale or (layer.logit_cap or 0.0) != self._spec.logit_cap:
             raise ValueError(
@@ -177,7 +183,7 @@ class GpuAttentionBackend(FlashAttentionBackend):
             )
         # Zeros, not garbage: places of padding tokens go on through the model's other layers.
         out = torch.zeros_like(query)
-        self._mixed.attend(layer, query, *self._pool_of(layer), out)
+        self._speculation()[1].attend(layer, query, *self._pool_of(layer), out)
         return out.view(q.shape[0], -1)
 
     def _pool_of(self, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -89,15 +89,23 @@ class StepBuffers:
                 f"a step of {rows} rows and {tokens} tokens does not fit into "
                 f"{self.max_rows} and {self.max_tokens}"
             )
-        starts = _sections(rows, tokens)
-        sizes = (rows, rows, rows, rows, rows, rows + 1, 2 * rows, tokens, tokens)
-        parts = [
-            self._packed[start : start + size]
-            for start, size in zip(starts[:-1], sizes, strict=True)
-        ]
-        parts[6] = parts[6].view(rows, 2)
+        starts = iter(_sections(rows, tokens))
+
+        def section(size: int) -> Tensor:
+            start = next(starts)
+            return self._packed[start : start + size]
+
+        # Evaluated in the order of the sections.
         return StepView(
-            *parts,  # type: ignore[misc]
+            slots=section(rows),
+            order=section(rows),
+            pending=section(rows),
+            draft=section(rows),
+            voting=section(rows),
+            cu_seqlens_q=section(rows + 1),
+            voters=section(2 * rows).view(rows, 2),
+            token_row=section(tokens),
+            token_step=section(tokens),
             row_lens=self._row_lens[:rows],
             context_lens=self._context_lens[:rows],
             input_ids=self._input_ids[:tokens],
