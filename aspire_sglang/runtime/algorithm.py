@@ -107,11 +107,15 @@ class AspireAlgorithm(CustomSpecAlgo):
             logger.info("ASPIRE set --%s %s (was %s)", field.replace("_", "-"), new, old)
 
 
-def _refuse_unsupported(server_args: Any) -> None:
-    for field, off, reason in _REFUSED_FLAGS:
+def _refuse_flags(server_args: Any, table: tuple[tuple[str, Any, str], ...]) -> None:
+    for field, off, reason in table:
         value = getattr(server_args, field, off)
         if value not in (off, None, False):
             raise ValueError(f"ASPIRE: --{field.replace('_', '-')} {value}: {reason}.")
+
+
+def _refuse_unsupported(server_args: Any) -> None:
+    _refuse_flags(server_args, _REFUSED_FLAGS)
     on_cpu = cpu_platform.is_active()
     if not on_cpu:
         _refuse_unsupported_on_gpu(server_args)
@@ -142,10 +146,7 @@ def _refuse_unsupported(server_args: Any) -> None:
 def _refuse_unsupported_on_gpu(server_args: Any) -> None:
     if not str(server_args.device).startswith("cuda"):
         raise ValueError(f"ASPIRE: --device {server_args.device}: runs on CUDA GPUs and CPUs only.")
-    for field, off, reason in _REFUSED_GPU_FLAGS:
-        value = getattr(server_args, field, off)
-        if value not in (off, None, False):
-            raise ValueError(f"ASPIRE: --{field.replace('_', '-')} {value}: {reason}.")
+    _refuse_flags(server_args, _REFUSED_GPU_FLAGS)
     sparse = load_config().context.page_size
     if sparse > 128 or sparse & (sparse - 1):
         raise ValueError(f"ASPIRE: context.page_size {sparse}: must be 1, 2, 4, ... 128 on a GPU.")

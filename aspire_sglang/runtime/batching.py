@@ -48,11 +48,20 @@ class StepPlan:
 
     def shape(self, draft_kv: Sequence[int]) -> StepShape:
         """What the step costs, for the cost model; ``draft_kv[i]``: tokens draft row i reads."""
-        shape = StepShape(0, 0, 0)
-        for i, q_len in enumerate(self.q_lens):
-            full = self.seq_lens[i] + q_len
-            shape = shape.row(q_len, full if self.verify[i] else draft_kv[i])
-        return shape
+        return step_shape(self.seq_lens, self.pending, self.verify, draft_kv)
+
+
+def step_shape(
+    seq_lens: Sequence[int],
+    pending: Sequence[int],
+    verify: Sequence[bool],
+    draft_kv: Sequence[int],
+) -> StepShape:
+    """What a step costs, for the cost model; ``draft_kv[i]``: tokens that draft row i reads."""
+    shape = StepShape()
+    for s, k, full, sparse in zip(seq_lens, pending, verify, draft_kv, strict=True):
+        shape = shape.row(k + 1, s + k + 1) if full else shape.row(1, sparse)
+    return shape
 
 
 def build_plan(

@@ -24,6 +24,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 
 from aspire_sglang.attention.step_buffers import HostStep, StepView, pack_step
 from aspire_sglang.kernels.step_layout import lay_out_step
+from aspire_sglang.runtime.batching import step_shape
 from aspire_sglang.runtime.device_sampler import DeviceSampler
 from aspire_sglang.runtime.device_state import DeviceState
 from aspire_sglang.runtime.draft_state import SlotState
@@ -272,16 +273,3 @@ class GpuWorker(AspireWorker):
             return time.perf_counter() - start
 
         return shape, seconds
-
-
-def step_shape(
-    seq_lens: list[int], pending: list[int], verify: list[bool], draft_kv: list[int]
-) -> StepShape:
-    """What a step costs, for the cost model; arguments per batch row."""
-    tokens = kv_tokens = pairs = 0
-    for s, k, full, sparse in zip(seq_lens, pending, verify, draft_kv, strict=True):
-        queries, read = (k + 1, s + k + 1) if full else (1, sparse)
-        tokens += queries
-        kv_tokens += read
-        pairs += queries * read
-    return StepShape(tokens, kv_tokens, pairs)
