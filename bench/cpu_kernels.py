@@ -31,15 +31,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from aspire_sglang.attention.cpu_kernels import (
-    Geometry,
-    Vote,
-    full_attention,
-    full_attention_with_scores,
-    plan_full,
-    plan_sparse,
-    sparse_attention,
-)
+from aspire_sglang.attention.cpu_attention import CpuAttention
+from aspire_sglang.attention.cpu_plan import Row
 from aspire_sglang.cpu_platform.packed_linear import PackedLinear
 
 Call = Callable[[int], object]
@@ -59,15 +52,18 @@ class Setup:
     dtype: torch.dtype
 
     @property
-    def geometry(self) -> Geometry:
-        return Geometry(self.heads, self.kv_heads, self.rows * (self.context + 64))
+    def num_slots(self) -> int:
+        return self.rows * (self.context + 64)
+
+    def attention(self) -> CpuAttention:
+        return CpuAttention(self.heads, self.kv_heads, self.num_slots, self.dim, self.dtype)
 
     @property
     def scale(self) -> float:
         return self.dim**-0.5
 
     def pools(self) -> list[tuple[Tensor, Tensor]]:
-        shape = (self.kv_heads, self.geometry.num_slots, self.dim)
+        shape = (self.kv_heads, self.num_slots, self.dim)
         return [
             (torch.randn(shape).to(self.dtype), torch.randn(shape).to(self.dtype))
             for _ in range(self.layers)
@@ -122,17 +118,19 @@ def full_case(
 ) -> dict[str, Call]:
     """One row over the whole context, in place, against scaled_dot_product_attention."""
     q = setup.query(queries)
-    slots = torch.arange(setup.context)
-    plan = plan_full([slots], [queries], setup.geometry, setup.dtype)
+    slots = torch.arange(setup.context, dtype=torch.int32)
+    attention = setup.attention()
+    plan = attention.plan([Row(slots, queries, (queries - 1,) if refresh else ())])
     out = torch.empty_like(q)
     heads = setup.heads
     mask = torch.ones(queries, setup.context, dtype=torch.bool).tril(setup.context - queries)
 
     def ours(layer: int) -> Tensor:
-        return full_attention(q, *pools[layer], plan, setup.scale, out)
+        return attention.attend(q, *pools[layer], plan, setup.scale, out)
 
     def scores(layer: int) -> object:
-        return full_attention_with_scores(q, *pools[layer], plan, setup.scale, [Vote(0)], out)
+        ours(layer)
+        return attention.page_scores(plan, 16)
 
     def sdpa(layer: int) -> Tensor:
         k, v = (grouped(pool[:, : setup.context], heads) for pool in pools[layer])
@@ -152,13 +150,13 @@ def draft_case(setup: Setup, pools: list[tuple[Tensor, Tensor]]) -> dict[str, Ca
     chosen = [torch.randperm(pages)[: setup.budget // 16].sort()[0] for _ in range(setup.rows)]
     table = (torch.stack(chosen).unsqueeze(-1) * 16 + torch.arange(16)).flatten(1)
     table += torch.arange(setup.rows).unsqueeze(1) * setup.context
-    lens = torch.full((setup.rows,), table.shape[1])
-    plan = plan_sparse(table, lens, setup.geometry, setup.dtype)
+    attention = setup.attention()
+    plan = attention.plan([Row(row, 1) for row in table.int()])
     q = setup.query(setup.rows)
     flat = table.flatten()
 
     def ours(layer: int) -> Tensor:
-        return sparse_attention(q, *pools[layer], plan, setup.scale)
+        return attention.attend(q, *pools[layer], plan, setup.scale)
 
     def gather(layer: int) -> Tensor:
         k, v = (pool.index_select(1, flat) for pool in pools[layer])

@@ -26,11 +26,11 @@ class AspireAttentionBackend(AttentionBackend):
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
-        from aspire_sglang.attention.torch_mixed import TorchMixedAttention
+        from aspire_sglang.attention.cpu_mixed import CpuMixedAttention
 
         self._runner = model_runner
         self._pool = model_runner.token_to_kv_pool
-        self._attention = TorchMixedAttention(
+        self._attention = CpuMixedAttention(
             num_heads=model_runner.model_config.get_num_attention_heads(
                 get_parallel().attn_tp_size
             ),

@@ -1,97 +1,178 @@
-"""Plan of full attention for a ragged batch: which kernel reads which row."""
+"""How the rows of a step are cut into pieces of work for the threads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from aspire_sglang.attention.cpu_many import RowPlan, plan_row
-from aspire_sglang.attention.cpu_runs import Geometry, check_slots
-from aspire_sglang.attention.cpu_single import SinglePlan, by_index, plan_single
+from aspire_sglang.attention.cpu_flash import KEYS, MERGE, PIECE, WIDTH
+from aspire_sglang.attention.simd import HIDDEN
+
+#: Query blocks of a piece: so often a block of keys is used once it has been read.
+_BLOCKS = 4
+#: Fewest keys of a piece whose row is shared out.
+_FEWEST_KEYS = 512
+#: Rows are shared out so that the largest piece is this share of a thread's work.
+_PIECES_PER_THREAD = 6
 
 
 @dataclass(frozen=True)
-class FullPlan:
-    """Plan of rows that read their whole context.
+class Row:
+    """One row of a step.
 
     Attributes:
-        geometry: heads and pool size.
-        tokens: query tokens of the batch.
-        starts: first query token of every row.
-        lens: query tokens of every row.
-        context: positions of every row.
-        page_size: positions per page of the scores.
-        single: plan of the one-query rows that are read by index together, or None.
-        single_rows: these rows, in the order of ``single``.
-        single_tokens: int64, their query tokens.
-        many: plans of all other rows, each attended on its own.
+        slots: int32 ``[L]``, contiguous: slot of every key, in order of position. The row's query
+            tokens are the last ones, each sees the keys up to itself.
+        tokens: query tokens, at least 1.
+        voters: up to two query tokens, counted from the row's first, whose attention scores the
+            row's pages; ascending.
     """
 
-    geometry: Geometry
+    slots: Tensor
     tokens: int
-    starts: tuple[int, ...]
-    lens: tuple[int, ...]
-    context: tuple[int, ...]
-    page_size: int
-    single: SinglePlan | None
-    single_rows: tuple[int, ...]
-    single_tokens: Tensor
-    many: dict[int, RowPlan]
+    voters: tuple[int, ...] = ()
 
 
-def plan_full(
-    slots_per_row: Sequence[Tensor],
-    q_lens: Sequence[int],
-    geometry: Geometry,
-    dtype: torch.dtype = torch.float32,
-    page_size: int = 16,
-) -> FullPlan:
-    """Plan full attention for a ragged batch.
+@dataclass
+class RowsPlan:
+    """Pieces of a step; holds the memory that they point to.
 
-    Args:
-        slots_per_row: int64 ``[L_i]`` slot of every position of row ``i``, the query tokens'
-            own positions included (they are the last ``q_lens[i]``).
-        q_lens: query tokens of every row, at least 1.
-        geometry: heads and pool size.
-        dtype: dtype of the pool.
-        page_size: positions per page of the scores.
+    Attributes:
+        rows: the rows, in the order of their query tokens.
+        starts: first query token of every row.
+        tokens: query tokens of all rows.
+        pieces: ``PIECE`` records, the most expensive first.
+        merges: ``MERGE`` records.
+        partials: partial results.
+        blocks: most query blocks of a piece.
+        votes: float32 ``[voters, num_heads, width]``: scores of all voting queries, base 2, row
+            after row.
+    """
+
+    rows: list[Row]
+    starts: list[int]
+    tokens: int
+    pieces: np.ndarray
+    merges: np.ndarray
+    partials: int
+    blocks: int
+    votes: Tensor = field(repr=False)
+
+
+def plan_rows(rows: Sequence[Row], num_heads: int, num_kv_heads: int, num_slots: int) -> RowsPlan:
+    """Cut rows into pieces.
 
     Raises:
-        ValueError: lengths that do not fit together, or a slot outside the pool.
+        ValueError: a row's lengths do not fit together, a voter or a slot does not exist.
     """
-    if len(slots_per_row) != len(q_lens):
-        raise ValueError(f"{len(slots_per_row)} rows of slots but {len(q_lens)} query lengths")
-    context = tuple(slots.numel() for slots in slots_per_row)
-    lens = tuple(int(n) for n in q_lens)
+    group = num_heads // num_kv_heads
     starts, total = [], 0
-    for row, (length, queries) in enumerate(zip(context, lens, strict=True)):
-        if queries < 1 or length < queries:
-            raise ValueError(f"row {row}: {queries} query tokens in {length} positions")
+    for number, row in enumerate(rows):
+        _check(number, row, num_slots)
         starts.append(total)
-        total += queries
-    together = by_index(geometry, dtype)
-    singles = [row for row, queries in enumerate(lens) if queries == 1 and together]
-    single = None
-    if singles:
-        lists, lengths = [slots_per_row[row] for row in singles], [context[row] for row in singles]
-        single = plan_single(lists, lengths, geometry, together, page_size)
-    many: dict[int, RowPlan] = {}
-    for row, (slots, queries) in enumerate(zip(slots_per_row, lens, strict=True)):
-        if queries > 1 or not together:
-            check_slots(slots, geometry.num_slots)
-            many[row] = plan_row(slots, queries, geometry)
-    return FullPlan(
-        geometry,
+        total += row.tokens
+    voting = [row for row in rows if row.voters]
+    width = max((row.slots.numel() for row in voting), default=0)
+    # A vector may read past the last key of a row.
+    width += -width % WIDTH
+    votes = torch.empty(sum(len(row.voters) for row in voting), num_heads, width)
+    work = [_cut(row, start, group) for row, start in zip(rows, starts, strict=True)]
+    costs = [sum(_cost(piece, group) for piece in pieces) for pieces in work]
+    share = sum(costs) * num_kv_heads / (_PIECES_PER_THREAD * torch.get_num_threads())
+    pieces: list[dict[str, Any]] = []
+    merges: list[tuple[int, int, int, int]] = []
+    partials = vote = 0
+    for row, whole in zip(rows, work, strict=True):
+        for piece in whole:
+            parts = _share_out(piece, _cost(piece, group), share)
+            if len(parts) > 1:
+                merges.append((piece["token"], piece["tokens"], partials, len(parts)))
+                for part in parts:
+                    part["partial"] = partials
+                    partials += 1
+            offset = piece["token"] - whole[0]["token"]
+            voters, addresses = [-1, -1], [0, 0]
+            for n, voter in enumerate(row.voters):
+                addresses[n] = votes.data_ptr() + 4 * (vote + n) * num_heads * width
+                if offset <= voter < offset + piece["tokens"]:
+                    voters[n] = voter - offset
+                    # Keys behind the piece's last query are not looked at.
+                    votes[vote + n, :, piece["stop"] :] = HIDDEN
+            # The kernel looks at the first to know whether anyone votes.
+            if voters[0] < 0:
+                voters.reverse()
+                addresses.reverse()
+            pieces += [
+                {**part, "voters": tuple(voters), "votes": tuple(addresses)} for part in parts
+            ]
+        vote += len(row.voters)
+    pieces.sort(key=lambda piece: -_cost(piece, group))
+    records = np.zeros(len(pieces), PIECE)
+    for name in PIECE.names or ():
+        records[name] = [piece[name] for piece in pieces] if pieces else 0
+    most = max((piece["tokens"] for piece in pieces), default=1)
+    return RowsPlan(
+        list(rows),
+        starts,
         total,
-        tuple(starts),
-        lens,
-        context,
-        page_size,
-        single,
-        tuple(singles),
-        torch.tensor([starts[row] for row in singles], dtype=torch.int64),
-        many,
+        records,
+        np.array(merges, MERGE),
+        partials,
+        -(-most * group // WIDTH),
+        votes,
     )
+
+
+def _check(number: int, row: Row, num_slots: int) -> None:
+    length = row.slots.numel()
+    if row.tokens < 1 or length < row.tokens:
+        raise ValueError(f"row {number}: {row.tokens} query tokens in {length} positions")
+    if row.slots.dtype != torch.int32 or not row.slots.is_contiguous():
+        raise ValueError(f"row {number}: slots must be contiguous int32")
+    if len(row.voters) > 2 or any(not 0 <= voter < row.tokens for voter in row.voters):
+        raise ValueError(f"row {number}: {row.tokens} query tokens, votes asked of {row.voters}")
+    # The kernels read by index without looking.
+    low, high = (int(slot) for slot in torch.aminmax(row.slots))
+    if low < 0 or high >= num_slots:
+        raise ValueError(f"row {number}: slots {low} to {high} in a pool of {num_slots}")
+
+
+def _cut(row: Row, start: int, group: int) -> list[dict[str, int]]:
+    """Pieces of a row, all keys each, of as many query tokens as one piece may have."""
+    most = max(1, _BLOCKS * WIDTH // group)
+    before = row.slots.numel() - row.tokens
+    return [
+        {
+            "token": start + first,
+            "tokens": min(most, row.tokens - first),
+            "position": before + first,
+            "slots": row.slots.data_ptr(),
+            "first": 0,
+            "stop": before + min(first + most, row.tokens),
+            "partial": -1,
+        }
+        for first in range(0, row.tokens, most)
+    ]
+
+
+def _cost(piece: dict, group: int) -> float:
+    """Work of a piece: a part for reading a key and a part per vector of queries."""
+    vectors = -(-2 * piece["tokens"] * group // WIDTH)
+    return (piece["stop"] - piece["first"]) * (1 + vectors)
+
+
+def _share_out(piece: dict[str, int], cost: float, share: float) -> list[dict[str, int]]:
+    """Split a piece's keys so that no part costs much more than ``share``."""
+    keys = piece["stop"]
+    parts = min(-(-int(cost) // max(int(share), 1)), keys // _FEWEST_KEYS)
+    if parts <= 1:
+        return [piece]
+    step = -(-keys // (parts * KEYS)) * KEYS
+    return [
+        {**piece, "first": first, "stop": min(first + step, keys)} for first in range(0, keys, step)
+    ]

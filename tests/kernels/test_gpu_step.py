@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from aspire_sglang.attention.cpu_mixed import CpuMixedAttention
 from aspire_sglang.attention.gpu_mixed import GpuMixedAttention
 from aspire_sglang.attention.mixed import AttentionSpec
 from aspire_sglang.attention.rows import ForwardRows
 from aspire_sglang.attention.step_buffers import HostStep, StepBuffers, pack_step
-from aspire_sglang.attention.torch_mixed import TorchMixedAttention
 from aspire_sglang.attention.triton_mixed import TritonMixedAttention
 from aspire_sglang.context.selection import SelectionConfig
 from aspire_sglang.context.sparse import RefreshConfig, SparseContext
@@ -112,9 +112,7 @@ class Model:
                 self.v[layer].transpose(0, 1).contiguous(),
             ),
         )
-        self.cpu = TorchMixedAttention(
-            num_heads=GROUP * KV_HEADS, req_to_token=self.table, pool=pool
-        )
+        self.cpu = CpuMixedAttention(num_heads=GROUP * KV_HEADS, req_to_token=self.table, pool=pool)
         self.cpu.context = context()
         self.buffers = StepBuffers(8, 40, "cpu")
         self.state = SimpleNamespace(

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from aspire_sglang.attention.cpu_mixed import CpuMixedAttention
 from aspire_sglang.attention.rows import ForwardRows
-from aspire_sglang.attention.torch_mixed import TorchMixedAttention
 from aspire_sglang.context.selection import SelectionConfig
 from aspire_sglang.context.sparse import RefreshConfig, SparseContext
 
@@ -17,13 +17,13 @@ LAYER = SimpleNamespace(layer_id=0, scaling=0.25, logit_cap=0.0)
 
 
 @pytest.fixture
-def attention() -> TorchMixedAttention:
+def attention() -> CpuMixedAttention:
     torch.manual_seed(0)
     size = SLOTS * WIDTH
     keys, values = torch.randn(2, KV_HEADS, size, DIM).unbind(0)
     pool = SimpleNamespace(start_layer=0, head_major=lambda layer_id: (keys, values))
     table = torch.randperm(size).view(SLOTS, WIDTH).int()
-    mixed = TorchMixedAttention(num_heads=HEADS, req_to_token=table, pool=pool)
+    mixed = CpuMixedAttention(num_heads=HEADS, req_to_token=table, pool=pool)
     mixed.context = SparseContext(
         # Ten pages of 16 tokens: contexts to 96 tokens and a longest run of drafts are dense.
         SelectionConfig(min_pages=10, ratio=0.01, last_pages=2),
@@ -35,7 +35,7 @@ def attention() -> TorchMixedAttention:
     return mixed
 
 
-def run(attention: TorchMixedAttention, rows: ForwardRows) -> torch.Tensor:
+def run(attention: CpuMixedAttention, rows: ForwardRows) -> torch.Tensor:
     q = torch.randn(sum(rows.q_lens), HEADS, DIM, generator=torch.Generator().manual_seed(1))
     out = torch.full_like(q, float("nan"))
     attention.plan(rows)
@@ -44,7 +44,7 @@ def run(attention: TorchMixedAttention, rows: ForwardRows) -> torch.Tensor:
     return out
 
 
-def has_list(attention: TorchMixedAttention) -> list[bool]:
+def has_list(attention: CpuMixedAttention) -> list[bool]:
     assert attention.context is not None
     return attention.context.lists.has(torch.arange(SLOTS)).tolist()
 

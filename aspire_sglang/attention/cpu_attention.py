@@ -1,0 +1,182 @@
+"""Attention of a ragged batch on the CPU: runs planned rows layer by layer, and scores pages."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aspire_sglang.attention import cpu_flash, cpu_votes
+from aspire_sglang.attention.cpu_plan import Row, RowsPlan, plan_rows
+from aspire_sglang.attention.openmp import run_on_all_threads
+from aspire_sglang.attention.simd import LANES
+
+_KV_TYPES = {
+    torch.float32: cpu_flash.FLOAT32,
+    torch.bfloat16: cpu_flash.BFLOAT16,
+    torch.float16: cpu_flash.FLOAT16,
+}
+_LOG2E = math.log2(math.e)
+
+
+class CpuAttention:
+    """Attention over one model's KV pools.
+
+    Args:
+        num_heads: query heads ``Hq``.
+        num_kv_heads: KV heads ``Hkv``; must divide ``num_heads``.
+        num_slots: slots of a KV pool.
+        dim: width ``D`` of a head.
+        dtype: of the pools, float32, bfloat16 or float16. Sums are float32 always.
+
+    Raises:
+        ValueError: heads that do not divide, or a dtype or width that the kernel cannot read.
+    """
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, num_slots: int, dim: int, dtype: torch.dtype
+    ) -> None:
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(f"{num_heads} query heads do not divide over {num_kv_heads} KV heads")
+        if dtype not in _KV_TYPES:
+            raise ValueError(f"the KV cache is {dtype}; the kernel reads float32 and 16-bit floats")
+        if dtype != torch.float32 and dim % LANES:
+            raise ValueError(f"heads are {dim} wide; 16-bit keys need a multiple of {LANES}")
+        self._pool_shape = (num_kv_heads, num_slots, dim)
+        self._num_heads = num_heads
+        self._dtype = dtype
+        self._scratch = torch.empty(0)
+        self._partials = torch.empty(0)
+        self._counters = np.zeros(2, np.int64)
+        self._lse = torch.empty(0)
+        self._job = job = np.zeros(1, cpu_flash.JOB)
+        job["counters"] = self._counters.ctypes.data
+        job["num_heads"], job["num_kv_heads"] = num_heads, num_kv_heads
+        job["num_slots"], job["dim"] = num_slots, dim
+        job["kv_type"] = _KV_TYPES[dtype]
+
+    def plan(self, rows: list[Row]) -> RowsPlan:
+        """Plan a step; see :func:`aspire_sglang.attention.cpu_plan.plan_rows`."""
+        kv_heads, slots, _ = self._pool_shape
+        return plan_rows(rows, self._num_heads, kv_heads, slots)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: RowsPlan,
+        scale: float,
+        out: Tensor | None = None,
+        logit_cap: float = 0.0,
+    ) -> Tensor:
+        """Attention of every row over its keys.
+
+        Args:
+            q: ``[T, Hq, D]``, rows one after another.
+            k, v: ``[Hkv, num_slots, D]`` contiguous pools of one layer; the KV of the query tokens
+                is written already.
+            plan: from :meth:`plan`.
+            scale: factor of the scores.
+            out: ``[T, Hq, D]`` to write to; allocated if None.
+            logit_cap: ``c`` of ``c * tanh(score / c)``; 0 for none.
+
+        Returns:
+            ``out``, in the dtype of ``q``.
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit.
+        """
+        self._check(q, k, v, plan)
+        out = torch.empty_like(q) if out is None else out
+        if plan.tokens == 0:
+            return out
+        queries = q.float().contiguous()
+        direct = out.dtype == torch.float32 and out.is_contiguous()
+        target = out if direct else torch.empty_like(queries)
+        if self._lse.shape[0] < plan.tokens:
+            self._lse = torch.empty(plan.tokens, self._num_heads)
+        self._reserve(plan)
+        job = self._job
+        job["pieces"], job["num_pieces"] = plan.pieces.ctypes.data, len(plan.pieces)
+        job["merges"], job["num_merges"] = plan.merges.ctypes.data, len(plan.merges)
+        job["q"], job["out"] = queries.data_ptr(), target.data_ptr()
+        job["k"], job["v"] = k.data_ptr(), v.data_ptr()
+        job["lse"] = self._lse.data_ptr()
+        job["votes_width"] = plan.votes.shape[2]
+        job["scale"], job["cap"] = scale * _LOG2E, logit_cap * _LOG2E
+        self._run(cpu_flash.attend_pieces)
+        if len(plan.merges):
+            self._run(cpu_flash.merge_pieces)
+        if not direct:
+            out.copy_(target)
+        return out
+
+    def page_scores(self, plan: RowsPlan, page_size: int, reduction: str = "max") -> list[Tensor]:
+        """Scores of the voting rows' pages, from the last :meth:`attend` of this plan.
+
+        A token's score is the ``reduction`` over query heads of its softmax probability, averaged
+        over the row's voters; a page's score is the sum over its tokens.
+
+        Args:
+            page_size: tokens per page.
+            reduction: ``"max"``, ``"mean"`` or ``"sum"`` over query heads.
+
+        Returns:
+            Per row with voters float32 ``[ceil(L / page_size)]``.
+        """
+        lengths = [row.slots.numel() for row in plan.rows if row.voters]
+        scores = [torch.empty(-(-length // page_size)) for length in lengths]
+        ballots = np.zeros(len(scores), cpu_votes.BALLOT)
+        voting = [place for place, row in enumerate(plan.rows) if row.voters]
+        vote = 0
+        for ballot, place, pages in zip(ballots, voting, scores, strict=True):
+            row = plan.rows[place]
+            ballot["length"], ballot["voters"] = row.slots.numel(), len(row.voters)
+            ballot["pages"] = pages.data_ptr()
+            for n, voter in enumerate(row.voters):
+                ballot["votes"][n] = plan.votes[vote].data_ptr()
+                ballot["lse"][n] = self._lse[plan.starts[place] + voter].data_ptr()
+                vote += 1
+        count = np.zeros(1, cpu_votes.COUNT)
+        count["next"] = self._counters.ctypes.data
+        count["ballots"], count["num_ballots"] = ballots.ctypes.data, len(ballots)
+        count["num_heads"], count["width"] = self._num_heads, plan.votes.shape[2]
+        count["page_size"] = page_size
+        count["reduction"] = cpu_votes.REDUCTIONS.index(reduction)
+        self._counters[:] = 0
+        run_on_all_threads(cpu_votes.score_pages.address, count.ctypes.data)
+        return scores
+
+    def _run(self, kernel: object) -> None:
+        self._counters[:] = 0
+        run_on_all_threads(kernel.address, self._job.ctypes.data)  # type: ignore[attr-defined]
+
+    def _reserve(self, plan: RowsPlan) -> None:
+        """Scratch memory and room for partial results, kept from call to call."""
+        kv_heads, _, dim = self._pool_shape
+        job, threads = self._job, torch.get_num_threads()
+        size = cpu_flash.scratch_size(dim, plan.blocks)
+        if self._scratch.shape != (threads, max(size, self._scratch.shape[-1])):
+            self._scratch = torch.empty(threads, size)
+        job["scratch"], job["scratch_size"] = self._scratch.data_ptr(), self._scratch.shape[1]
+        lanes = int(plan.merges["tokens"].max(initial=0)) * self._num_heads // kv_heads
+        needed = plan.partials * kv_heads * lanes * (dim + 2)
+        if self._partials.numel() < needed:
+            self._partials = torch.empty(needed)
+        job["partials"], job["partial_size"] = self._partials.data_ptr(), lanes * (dim + 2)
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, plan: RowsPlan) -> None:
+        if k.shape != self._pool_shape or v.shape != k.shape:
+            shapes = f"{tuple(k.shape)} and {tuple(v.shape)}"
+            raise ValueError(f"pools {shapes}, planned for {self._pool_shape}")
+        if q.shape != (plan.tokens, self._num_heads, k.shape[2]):
+            raise ValueError(
+                f"queries {tuple(q.shape)} for {plan.tokens} tokens and {self._num_heads} heads"
+            )
+        if not (k.is_contiguous() and v.is_contiguous()):
+            raise ValueError("the KV pool must be contiguous")
+        if k.dtype != self._dtype or v.dtype != self._dtype:
+            raise ValueError(f"keys are {k.dtype}, values {v.dtype}, planned for {self._dtype}")

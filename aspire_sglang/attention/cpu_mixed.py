@@ -1,0 +1,120 @@
+"""Mixed attention of the CPU platform: full rows and draft rows of one forward, and their votes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aspire_sglang.attention.cpu_attention import CpuAttention
+from aspire_sglang.attention.cpu_plan import Row, RowsPlan
+from aspire_sglang.attention.rows import ForwardRows
+from aspire_sglang.context.sparse import SparseContext
+
+
+class CpuMixedAttention:
+    """Plans once per forward, then attends layer by layer.
+
+    Full rows read their whole context at every layer. Draft rows read their sparse context, except
+    at the refresh layer, where they read everything and choose a new one.
+
+    Args:
+        num_heads: query heads.
+        req_to_token: int32 ``[num_slots, width]`` KV slot of each position of each request.
+        pool: KV pool with ``head_major(layer_id)``.
+
+    Attributes:
+        context: sparse contexts, or None where no row ever drafts.
+    """
+
+    def __init__(self, *, num_heads: int, req_to_token: Tensor, pool: Any) -> None:
+        self._table = req_to_token
+        self._pool = pool
+        self.context: SparseContext | None = None
+        keys, _ = pool.head_major(pool.start_layer)
+        kv_heads, num_slots, dim = keys.shape
+        self._attention = CpuAttention(num_heads, kv_heads, num_slots, dim, keys.dtype)
+
+    def plan(self, rows: ForwardRows) -> None:
+        """Prepare one forward: which slots each row reads."""
+        self._rows = rows
+        # Query tokens lie in this order, see ForwardRows.
+        self._drafts = rows.draft_rows
+        self._order = self._drafts + rows.full_rows
+        if not rows.decoding and self.context is not None:
+            # A short prompt makes no list; the last owner of its slot may have left one.
+            self.context.lists.clear([rows.slots[row] for row in rows.full_rows])
+        self._plan = self._plan_rows()
+
+    def attend(self, layer: Any, q: Tensor, out: Tensor) -> None:
+        """Attention of one layer; the KV of the new tokens is already in the pool.
+
+        Args:
+            layer: SGLang's ``RadixAttention``.
+            q: ``[T, Hq, D]``.
+            out: ``[T, Hq, D]``, written.
+        """
+        k, v = self._pool.head_major(layer.layer_id)
+        voters = self._voters(layer.layer_id)
+        plan = self._plan_rows(voters) if voters else self._plan
+        self._attention.attend(q, k, v, plan, layer.scaling, out, layer.logit_cap)
+        if voters:
+            self._vote(plan, sorted(voters, key=self._order.index))
+
+    def _voters(self, layer: int) -> set[int]:
+        """Rows whose attention at this layer scores their pages."""
+        context = self.context
+        if context is None:
+            return set()
+        draft, full = context.draft_rows_vote(layer), context.full_rows_vote(layer)
+        lens, drafts = self._rows.context_lens, self._rows.draft
+        return {
+            row
+            for row in self._order
+            if (draft if drafts[row] else full) and not context.is_dense(lens[row])
+        }
+
+    def _plan_rows(self, voters: set[int] | None = None) -> RowsPlan:
+        """Plan the rows in their tokens' order; draft rows that vote read everything."""
+        rows, voters = self._rows, voters or set()
+        sparse = [row for row in self._drafts if row not in voters]
+        lists = dict(zip(sparse, self._lists(sparse), strict=True))
+        planned = []
+        for row in self._order:
+            slots = lists.get(row)
+            if slots is None:
+                slots = self._table[rows.slots[row], : rows.context_lens[row]]
+            voting = self._queries_that_vote(row) if row in voters else ()
+            planned.append(Row(slots, rows.q_lens[row], voting))
+        return self._attention.plan(planned)
+
+    def _lists(self, rows: list[int]) -> list[Tensor]:
+        """The slots that some draft rows read."""
+        if not rows:
+            return []
+        assert self.context is not None
+        slots = torch.tensor([self._rows.slots[row] for row in rows])
+        queries = torch.tensor([self._rows.context_lens[row] - 1 for row in rows])
+        positions, lens = self.context.lists.draft_positions(slots, queries)
+        table = self._table[slots[:, None], positions]
+        return [row[:length] for row, length in zip(table, lens.tolist(), strict=True)]
+
+    def _queries_that_vote(self, row: int) -> tuple[int, ...]:
+        # The first query of a verify speaks for the bonus token, the last for the newest draft;
+        # of a prefill only the last is worth asking.
+        last = self._rows.q_lens[row] - 1
+        return (0, last) if self._rows.decoding and last else (last,)
+
+    def _vote(self, plan: RowsPlan, voters: list[int]) -> None:
+        context = self.context
+        assert context is not None
+        selection = context.selection
+        scores = self._attention.page_scores(plan, selection.page_size, selection.reduction)
+        context.vote(
+            torch.tensor([self._rows.slots[row] for row in voters]),
+            torch.nn.utils.rnn.pad_sequence(scores, batch_first=True),
+            torch.tensor([self._rows.context_lens[row] for row in voters]),
+        )
+        if context.refresh.same_step and self._drafts:
+            self._plan = self._plan_rows()
