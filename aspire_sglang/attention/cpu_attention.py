@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aspire_sglang.attention import cpu_flash, cpu_votes
 from aspire_sglang.attention.cpu_plan import Row, RowsPlan, plan_rows
-from aspire_sglang.attention.openmp import run_on_all_threads
+from aspire_sglang.attention.openmp import parallel_region, run_on_all_threads
 from aspire_sglang.attention.simd import LANES
 
 _KV_TYPES = {
@@ -33,6 +33,7 @@ class CpuAttention:
 
     Raises:
         ValueError: heads that do not divide, or a dtype or width that the kernel cannot read.
+        RuntimeError: the process has no OpenMP runtime to share the work out.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class CpuAttention:
             raise ValueError(f"the KV cache is {dtype}; the kernel reads float32 and 16-bit floats")
         if dtype != torch.float32 and dim % LANES:
             raise ValueError(f"heads are {dim} wide; 16-bit keys need a multiple of {LANES}")
+        parallel_region()  # better missed now than in the first forward
         self._pool_shape = (num_kv_heads, num_slots, dim)
         self._num_heads = num_heads
         self._dtype = dtype

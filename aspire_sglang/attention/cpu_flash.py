@@ -16,6 +16,7 @@ import math
 
 import numpy as np
 from numba import carray, cfunc, from_dtype, njit, types
+from numba.extending import register_jitable
 
 from aspire_sglang.attention.simd import (
     HIDDEN,
@@ -62,9 +63,16 @@ PIECE = np.dtype(
         ("slots", np.int64),  # address of int32 slots of the row's keys
         ("first", np.int64),  # keys first .. stop
         ("stop", np.int64),
-        ("partial", np.int64),  # number among the partial results, -1 if the piece is all
+        (
+            "partial",
+            np.int64,
+        ),  # number among the partial results, -1 if the piece is all
         ("voters", np.int64, (2,)),  # token of the piece that votes, or -1
-        ("votes", np.int64, (2,)),  # address of its scores, float32 [heads, votes_width]
+        (
+            "votes",
+            np.int64,
+            (2,),
+        ),  # address of its scores, float32 [heads, votes_width]
     ]
 )
 #: Query tokens whose keys were shared out among pieces.
@@ -90,7 +98,10 @@ JOB = np.dtype(
         ("out", np.int64),  # like q
         ("lse", np.int64),  # float32 [T, num_heads], base 2
         ("partials", np.int64),  # float32 [partials, num_kv_heads, partial_size]
-        ("partial_size", np.int64),  # lanes * (dim + 2): largest score, sum and output of each
+        (
+            "partial_size",
+            np.int64,
+        ),  # lanes * (dim + 2): largest score, sum and output of each
         ("k", np.int64),  # [num_kv_heads, num_slots, dim]
         ("v", np.int64),
         ("kv_type", np.int64),
@@ -106,14 +117,15 @@ JOB = np.dtype(
     ]
 )
 
-_scores_1 = product_tile(_TILE, 1, accumulate=False)
-_scores_2 = product_tile(_TILE, 2, accumulate=False)
-_values_1 = product_tile(_TILE, 1, accumulate=True)
-_values_2 = product_tile(_TILE, 2, accumulate=True)
+_scores_1 = product_tile(_TILE, 1, WIDTH, accumulate=False)
+_scores_2 = product_tile(_TILE, 2, WIDTH, accumulate=False)
+_values_1 = product_tile(_TILE, 1, WIDTH, accumulate=True)
+_values_2 = product_tile(_TILE, 2, WIDTH, accumulate=True)
 _pieces, _merges = records(PIECE), records(MERGE)
 _compiled = njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
+@register_jitable
 def padded(dim: int) -> int:
     """Columns that a head of ``dim`` takes in scratch memory."""
     return -(-dim // LANES) * LANES
@@ -127,9 +139,9 @@ def scratch_size(dim: int, blocks: int) -> int:
 
 @_compiled
 def _copy_block(job, pool, head, slots, first, count, stop, target):
-    """Copy ``count`` rows of a pool to ``target [KEYS, padded dim]``; the rest becomes zero."""
+    """Copy ``count`` rows of a pool to ``target [KEYS, padded dim]``, padding with zeros."""
     dim = job.dim
-    width = -(-dim // LANES) * LANES
+    width = padded(dim)
     size = 4 if job.kv_type == FLOAT32 else 2
     base = pool + head * job.num_slots * dim * size
     whole = dim - dim % LANES
@@ -153,9 +165,6 @@ def _copy_block(job, pool, head, slots, first, count, stop, target):
                 store(target, at + d, load_float16(row, d))
         for d in range(dim, width):
             put(target, at + d, np.float32(0))
-    for i in range(count, KEYS):
-        for d in range(0, width, LANES):
-            store(target, i * width + d, splat(np.float32(0)))
 
 
 @_compiled
@@ -178,7 +187,7 @@ def _start_block(job, piece, head, block, queries, state):
             put(queries, d * WIDTH + lane, value)
     for at in range(0, WIDTH, LANES):
         store(state, WIDTH + at, splat(np.float32(HIDDEN)))
-    for at in range(2 * WIDTH, (4 + -(-dim // LANES) * LANES) * WIDTH, LANES):
+    for at in range(2 * WIDTH, (4 + padded(dim)) * WIDTH, LANES):
         store(state, at, splat(np.float32(0)))
 
 
@@ -212,35 +221,16 @@ def _vote(job, piece, head, block, scores, first, count):
 def _attend_block(job, piece, head, block, queries, state, keys, values, scores, first, count):
     """One step of the recurrence: a block of queries by a block of keys."""
     dim = job.dim
-    width = -(-dim // LANES) * LANES
+    width = padded(dim)
     group = job.num_heads // job.num_kv_heads
     one_vector = piece.tokens * group - block * WIDTH <= LANES
     vectors = 1 if one_vector else 2
     for j in range(0, count, _TILE):
+        target, part = scores + 4 * j * WIDTH, keys + 4 * j * width
         if one_vector:
-            _scores_1(
-                scores + 4 * j * WIDTH,
-                WIDTH,
-                keys + 4 * j * width,
-                width,
-                1,
-                queries,
-                WIDTH,
-                dim,
-                0,
-            )
+            _scores_1(target, part, width, 1, queries, dim, 0)
         else:
-            _scores_2(
-                scores + 4 * j * WIDTH,
-                WIDTH,
-                keys + 4 * j * width,
-                width,
-                1,
-                queries,
-                WIDTH,
-                dim,
-                0,
-            )
+            _scores_2(target, part, width, 1, queries, dim, 0)
     some_hidden = first + count > piece.position
     for at in range(0, vectors * LANES, LANES):
         last, before = load(state, at), load(state, WIDTH + at)
@@ -268,14 +258,11 @@ def _attend_block(job, piece, head, block, queries, state, keys, values, scores,
         store(state, 2 * WIDTH + at, total)
     factor, sums = state + 4 * 3 * WIDTH, state + 4 * 4 * WIDTH
     for d in range(0, width, _TILE):
+        target, part = sums + 4 * d * WIDTH, values + 4 * d
         if one_vector:
-            _values_1(
-                sums + 4 * d * WIDTH, WIDTH, values + 4 * d, 1, width, scores, WIDTH, count, factor
-            )
+            _values_1(target, part, 1, width, scores, count, factor)
         else:
-            _values_2(
-                sums + 4 * d * WIDTH, WIDTH, values + 4 * d, 1, width, scores, WIDTH, count, factor
-            )
+            _values_2(target, part, 1, width, scores, count, factor)
 
 
 @_compiled
@@ -303,7 +290,7 @@ def _finish_block(job, piece, head, block, state):
 
 @_compiled
 def _attend_piece(job, piece, head, scratch):
-    width = -(-job.dim // LANES) * LANES
+    width = padded(job.dim)
     group = job.num_heads // job.num_kv_heads
     blocks = -(-piece.tokens * group // WIDTH)
     keys = scratch
@@ -315,7 +302,12 @@ def _attend_piece(job, piece, head, scratch):
     state_size = 4 * (4 + width) * WIDTH
     for block in range(blocks):
         _start_block(
-            job, piece, head, block, queries + block * query_size, state + block * state_size
+            job,
+            piece,
+            head,
+            block,
+            queries + block * query_size,
+            state + block * state_size,
         )
     for first in range(piece.first, piece.stop, KEYS):
         count = min(KEYS, piece.stop - first)

@@ -20,15 +20,23 @@ _ENTRY = "GOMP_parallel"
 
 def _runtimes() -> list[str]:
     """OpenMP libraries of this process, PyTorch's own first."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    paths = {line.split(maxsplit=5)[5] for line in maps if len(line.split(maxsplit=5)) == 6}
+    maps = Path("/proc/self/maps")
+    if not maps.exists():  # not Linux
+        return []
+    entries = [line.split(maxsplit=5) for line in maps.read_text().splitlines()]
+    paths = {entry[5] for entry in entries if len(entry) == 6}
     found = [path for path in paths if "omp" in Path(path).name and ".so" in Path(path).name]
     home = str(Path(torch.__file__).parent)
     return sorted(found, key=lambda path: (not path.startswith(home), path))
 
 
 @functools.cache
-def _entry() -> Callable[..., None]:
+def parallel_region() -> Callable[..., None]:
+    """The runtime's function that starts a parallel region.
+
+    Raises:
+        RuntimeError: the process has no OpenMP runtime.
+    """
     for path in _runtimes():
         entry = getattr(ctypes.CDLL(path), _ENTRY, None)
         if entry is not None:
@@ -51,4 +59,4 @@ def run_on_all_threads(function: int, argument: int) -> None:
     Raises:
         RuntimeError: the process has no OpenMP runtime.
     """
-    _entry()(function, argument, torch.get_num_threads(), 0)
+    parallel_region()(function, argument, torch.get_num_threads(), 0)

@@ -241,56 +241,50 @@ def hide_behind(builder: Any, score: Any, last: Any, position: Any) -> Any:
     return builder.select(seen, score, _constant(HIDDEN))
 
 
-def product_tile(rows: int, vectors: int, *, accumulate: bool) -> Any:
+def product_tile(rows: int, vectors: int, stride: int, *, accumulate: bool) -> Any:
     """A product of ``rows`` by ``vectors * LANES`` values, held in registers while it is summed.
 
-    The function made is ``tile(c, c_row, a, a_row, a_step, b, b_step, count, factor)`` with
-    ``c[i, :] = sum_n a[i, n] * b[n, :]`` for ``n < count``; strides count elements, ``a[i, n]``
-    lies at ``a_row * i + a_step * n``. With ``accumulate`` it is
-    ``c[i, :] = c[i, :] * factor[:] + ...``; otherwise ``factor`` is not read.
+    The function made is ``tile(c, a, a_row, a_step, b, count, factor)`` with
+    ``c[i, :] = sum_n a[i, n] * b[n, :]`` for ``n < count``, where ``a[i, n]`` lies at element
+    ``a_row * i + a_step * n`` and the rows of ``b`` and ``c`` are ``stride`` elements apart. With
+    ``accumulate`` it is ``c[i, :] = c[i, :] * factor[:] + ...``; otherwise ``factor`` is not read.
 
     ``rows * vectors`` accumulators, ``vectors`` values of ``b`` and one of ``a`` must fit in the
     registers.
     """
 
-    @_operation(types.void(*[types.intp] * 9))
+    def number(value: int) -> Any:
+        return ir.Constant(_I64, value)
+
+    @_operation(types.void(*[types.intp] * 7))
     def tile(
         builder: Any,
         c: Any,
-        c_row: Any,
         a: Any,
         a_row: Any,
         a_step: Any,
         b: Any,
-        b_step: Any,
         count: Any,
         factor: Any,
     ) -> None:
-        def number(n: int) -> Any:
-            return ir.Constant(_I64, n)
-
         sums = [cgutils.alloca_once_value(builder, _constant(0.0)) for _ in range(rows * vectors)]
         with cgutils.for_range(builder, count) as loop:
-            at_b = builder.mul(loop.index, b_step)
+            row_of_b = builder.mul(loop.index, number(stride))
             at_a = builder.mul(loop.index, a_step)
-            columns = [
-                builder.load(
-                    _pointer(builder, b, builder.add(at_b, number(v * LANES)), _FLOATS), align=4
-                )
-                for v in range(vectors)
-            ]
+            columns = []
+            for v in range(vectors):
+                at = _pointer(builder, b, builder.add(row_of_b, number(v * LANES)), _FLOATS)
+                columns.append(builder.load(at, align=4))
             for i in range(rows):
                 place = builder.add(at_a, builder.mul(a_row, number(i)))
-                value = builder.load(_pointer(builder, a, place, _F32), align=4)
-                spread = _spread(builder, value)
+                value = _spread(builder, builder.load(_pointer(builder, a, place, _F32), align=4))
                 for v, column in enumerate(columns):
                     total = sums[i * vectors + v]
-                    value = _call(builder, "fma", spread, column, builder.load(total))
-                    builder.store(value, total)
+                    more = _call(builder, "fma", value, column, builder.load(total))
+                    builder.store(more, total)
         for i in range(rows):
             for v in range(vectors):
-                place = builder.add(builder.mul(c_row, number(i)), number(v * LANES))
-                at = _pointer(builder, c, place, _FLOATS)
+                at = _pointer(builder, c, number(i * stride + v * LANES), _FLOATS)
                 value = builder.load(sums[i * vectors + v])
                 if accumulate:
                     scale = _pointer(builder, factor, number(v * LANES), _FLOATS)

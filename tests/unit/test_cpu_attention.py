@@ -266,7 +266,9 @@ def test_errors() -> None:
 
 def test_without_an_openmp_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmp, "_runtimes", list)
-    openmp._entry.cache_clear()
-    with pytest.raises(RuntimeError, match="torch_native"):
-        openmp.run_on_all_threads(0, 0)
-    openmp._entry.cache_clear()
+    openmp.parallel_region.cache_clear()
+    try:
+        with pytest.raises(RuntimeError, match="torch_native"):
+            CpuAttention(6, 2, 10, 64, torch.float32)
+    finally:
+        openmp.parallel_region.cache_clear()
