@@ -78,9 +78,10 @@ class AcceptanceConfig(_Section):
 class SchedulerConfig(_Section):
     """When a request stops drafting and verifies."""
 
-    policy: Literal["aspire", "ar", "fixed", "staggered"] = Field(
+    policy: Literal["aspire", "shadow_price", "ar", "fixed", "staggered"] = Field(
         "aspire",
-        description="aspire: per-request length from acceptance and cost; fixed: one length, all "
+        description="aspire: per-request length from acceptance and cost, the paper's objective; "
+        "shadow_price: the same for the throughput of the whole batch; fixed: one length, all "
         "requests in step; staggered: one length, phases spread; ar: never draft",
     )
     gamma: Positive | None = Field(
@@ -92,7 +93,7 @@ class SchedulerConfig(_Section):
     )
     confidence: bool = Field(
         True,
-        description="aspire: end a greedy draft early at a token its own probability makes "
+        description="aspire, shadow_price: end a greedy draft early at a token its own probability makes "
         "doubtful, and let a sure run go on; calibrated online",
     )
     acceptance: AcceptanceConfig = AcceptanceConfig()

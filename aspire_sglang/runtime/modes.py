@@ -12,9 +12,9 @@ from aspire_sglang.speculation.policies import Policy, RowState, make_policy
 def policy_of(config: SchedulerConfig, gamma_max: int) -> Policy:
     """The policy named in the configuration, with its options."""
     match config.policy:
-        case "aspire":
+        case "aspire" | "shadow_price" as name:
             return make_policy(
-                "aspire",
+                name,
                 gamma_max=gamma_max,
                 first_draft=config.first_draft,
                 probe_interval=config.probe_interval,

@@ -1,0 +1,201 @@
+"""Policies on simulated requests: known acceptance, known step costs, no model.
+
+    python bench/simulator.py                       # the mixed batch of the defaults
+    python bench/simulator.py --requests 256 --contexts 1000 30000 --rates 0.6 0.98 --fixed 2e-3
+
+Every figure it prints is simulated. Requests differ in context and in how well their drafts are
+accepted, which changes from stretch to stretch of a text; policies see only what a server sees:
+the accept lengths of the past. The oracle knows the acceptance of the moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from aspire_sglang.speculation.acceptance import AcceptanceEstimator, BetaAcceptance
+from aspire_sglang.speculation.cost_model import CostModel, StepShape
+from aspire_sglang.speculation.policies import Policy, RowState, make_policy
+
+#: Fitted by an ASPIRE server at start-up, SmolLM2-135M in float32 on two Zen 5 cores.
+TWO_CORES = CostModel(28.3e-3, 0.727e-3, 2.06e-6, 0.128e-6)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that run for the whole simulation.
+
+    Attributes:
+        requests: how many.
+        contexts: least and most tokens of a context; spread evenly over the requests.
+        rates: lowest and highest acceptance of a stretch; drawn per stretch.
+        stretch: mean committed tokens of a stretch.
+        ratio, floor: a draft reads this share of the context, at least ``floor`` tokens.
+    """
+
+    requests: int = 8
+    contexts: tuple[int, int] = (500, 7500)
+    rates: tuple[float, float] = (0.7, 0.99)
+    stretch: float = 200.0
+    ratio: float = 0.1
+    floor: int = 512
+
+
+@dataclass
+class _Request:
+    committed: int
+    slot: int
+    estimator: AcceptanceEstimator
+    rate: float
+    pending: int = 0
+    accepted: int = 0
+    rejected: bool = False
+    verifies: int = 0
+    age: int = 0
+
+
+@dataclass
+class Outcome:
+    """Totals of a simulated run: committed tokens, seconds, and draft lengths at verifies."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    lengths: list[int] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Committed tokens per second."""
+        return self.tokens / self.seconds
+
+
+def simulate(
+    policy: Policy,
+    work: Workload,
+    cost: CostModel,
+    steps: int,
+    *,
+    seed: int = 0,
+    oracle: bool = False,
+    gamma_max: int = 16,
+    make_estimator: Callable[[], AcceptanceEstimator] = BetaAcceptance,
+) -> Outcome:
+    """Run a policy for some steps.
+
+    Args:
+        cost: of the simulated machine, and what the policy believes it to be.
+        oracle: tell the policy the present acceptance instead of the estimate.
+    """
+    rng = np.random.default_rng(seed)
+    low, high = work.contexts
+    contexts = np.linspace(low, high, work.requests).astype(int).tolist()
+    requests = [
+        _Request(context, slot, make_estimator(), rng.uniform(*work.rates))
+        for slot, context in enumerate(contexts)
+    ]
+    done = Outcome()
+    for _ in range(steps):
+        rows = [_row(request, work, gamma_max, oracle) for request in requests]
+        shape = StepShape()
+        for request, row, verify in zip(requests, rows, policy.decide(rows, cost), strict=True):
+            if verify:
+                queries = request.pending + 1
+                shape = shape.row(queries, request.committed + queries)
+                done.lengths.append(request.pending)
+                done.tokens += _verify(request)
+                if rng.random() < (request.accepted + 1) / work.stretch:
+                    request.rate = rng.uniform(*work.rates)
+                request.pending, request.accepted, request.rejected = 0, 0, False
+            else:
+                shape = shape.row(1, row.draft_kv)
+                request.pending += 1
+                request.age += 1
+                request.rejected |= rng.random() >= request.rate
+                request.accepted += not request.rejected
+        done.seconds += cost.predict(shape)
+    return done
+
+
+def _row(request: _Request, work: Workload, gamma_max: int, oracle: bool) -> RowState:
+    context = request.committed + request.pending
+    return RowState(
+        committed=request.committed,
+        pending=request.pending,
+        draft_kv=min(context, max(work.floor, int(work.ratio * context))),
+        rate=request.rate if oracle else request.estimator.rate,
+        max_draft=gamma_max,
+        verifies=request.verifies,
+        age=request.age,
+        slot=request.slot,
+    )
+
+
+def _verify(request: _Request) -> int:
+    """Commit the accepted drafts and one token more; contexts keep their length."""
+    if request.pending:
+        request.estimator.observe(request.pending, request.accepted)
+    else:
+        request.estimator.decay()
+    request.verifies += 1
+    request.age = 0
+    return request.accepted + 1
+
+
+def compare(work: Workload, cost: CostModel, steps: int, seeds: Sequence[int]) -> dict[str, float]:
+    """Mean tokens per second of every policy; fixed lengths at their best."""
+
+    def mean(policy: Policy, oracle: bool = False) -> float:
+        runs = [simulate(policy, work, cost, steps, seed=seed, oracle=oracle) for seed in seeds]
+        return float(np.mean([run.rate for run in runs]))
+
+    lengths = (1, 2, 3, 4, 6, 8, 10, 12, 16)
+    return {
+        "plain": mean(make_policy("ar")),
+        "fixed, best length": max(mean(make_policy("fixed", gamma=g)) for g in lengths),
+        "staggered, best length": max(mean(make_policy("staggered", gamma=g)) for g in lengths),
+        "aspire": mean(make_policy("aspire")),
+        "shadow_price": mean(make_policy("shadow_price")),
+        "oracle": mean(make_policy("shadow_price", first_draft=16), oracle=True),
+    }
+
+
+def main() -> None:
+    """Print the comparison for one workload."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=Workload.requests)
+    parser.add_argument("--contexts", type=int, nargs=2, default=Workload.contexts)
+    parser.add_argument("--rates", type=float, nargs=2, default=Workload.rates)
+    parser.add_argument("--stretch", type=float, default=Workload.stretch, help="tokens")
+    parser.add_argument("--ratio", type=float, default=Workload.ratio, help="sparse budget")
+    parser.add_argument("--fixed", type=float, default=TWO_CORES.fixed, help="seconds per step")
+    parser.add_argument("--per-token", type=float, default=TWO_CORES.per_token)
+    parser.add_argument("--per-kv", type=float, default=TWO_CORES.per_kv)
+    parser.add_argument("--per-pair", type=float, default=TWO_CORES.per_pair)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    work = Workload(
+        options.requests,
+        tuple(options.contexts),
+        tuple(options.rates),
+        options.stretch,
+        options.ratio,
+    )
+    cost = CostModel(options.fixed, options.per_token, options.per_kv, options.per_pair)
+    found = compare(work, cost, options.steps, range(options.seeds))
+    print("simulated tokens/s")
+    for name, rate in found.items():
+        share = rate / found["oracle"]
+        print(
+            f"{name:24}{rate:10.1f}{rate / found['plain']:8.2f} x plain{share:8.1%} of the oracle"
+        )
+
+
+if __name__ == "__main__":
+    main()
