@@ -93,8 +93,8 @@ class SchedulerConfig(_Section):
     )
     confidence: bool = Field(
         True,
-        description="aspire, shadow_price: end a greedy draft early at a token its own probability makes "
-        "doubtful, and let a sure run go on; calibrated online",
+        description="aspire, shadow_price: end a greedy draft early at a token its own "
+        "probability makes doubtful, and let a sure run go on; calibrated online",
     )
     acceptance: AcceptanceConfig = AcceptanceConfig()
 
