@@ -1,8 +1,11 @@
-"""PyTorch stand-ins for the Triton kernels on SGLang's scheduling path, for the CPU platform."""
+"""PyTorch stand-ins for Triton kernels and compiled functions on SGLang's scheduling path, for the
+CPU platform."""
 
 from __future__ import annotations
 
 import torch
+
+from aspire_sglang.sampling.penalties import scaled
 
 
 def support_triton(backend: str) -> bool:
@@ -33,3 +36,8 @@ def assign_req_to_token_pool(
         count = end - start
         req_to_token[row, start:end] = out_cache_loc[taken : taken + count].to(req_to_token.dtype)
         taken += count
+
+
+def apply_scaling_penalties(logits: torch.Tensor, scaling_penalties: torch.Tensor) -> None:
+    """Repetition penalties, in place; both ``[bs, V]``."""
+    logits.copy_(scaled(logits, scaling_penalties))

@@ -16,7 +16,14 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from aspire_sglang import cpu_platform
 from aspire_sglang.cpu_platform import substitutes, weights
-from aspire_sglang.runtime import arguments, gpu_graphs, introspection, requests, results
+from aspire_sglang.runtime import (
+    arguments,
+    gpu_graphs,
+    introspection,
+    logit_rules,
+    requests,
+    results,
+)
 
 _SRT = "sglang.srt."
 _WRAPPER_FILE = inspect.getsourcefile(HookRegistry)
@@ -113,6 +120,21 @@ HOOKS = (
         gpu_graphs.capture_input,
         "CUDA graphs of a registered algorithm would be captured without their verify input",
         gpu_only=True,
+    ),
+    Hook(
+        "managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens",
+        HookType.AROUND,
+        logit_rules.drop_penalizers,
+        "SGLang's penalty counters take one token per step and request, whether the step committed "
+        "none or several",
+        cpu_only=True,
+    ),
+    Hook(
+        "sampling.penaltylib.repetition_penalty.apply_scaling_penalties",
+        HookType.REPLACE,
+        substitutes.apply_scaling_penalties,
+        "a torch.compile function: it needs a C++ compiler, and the first request waits for it",
+        cpu_only=True,
     ),
     Hook(
         "utils.common.support_triton",

@@ -12,28 +12,35 @@ from typing import Any
 
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from aspire_sglang import cpu_platform
 from aspire_sglang.runtime.arguments import is_aspire
 
-# Sampling parameters that change the target distribution in a way the verify step does not
-# reproduce for every position of a run, with the value that means "not used".
-_UNSUPPORTED_SAMPLING = {
+# Sampling parameters that change the target distribution, with the value that means "not used".
+# The CPU worker applies them at every position of a run (runtime/logit_rules.py), the GPU worker
+# does not yet.
+_REFUSED_ON_GPU = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
     "min_new_tokens": 0,
+    "logit_bias": None,
+}
+
+# As above, not honoured by any worker.
+_REFUSED = {
     "json_schema": None,
     "regex": None,
     "ebnf": None,
     "structural_tag": None,
-    "logit_bias": None,
 }
+
+_FIELDS_REFUSED_ON_GPU = ("custom_logit_processor",)
 
 _UNSUPPORTED_FIELDS = (
     "return_logprob",
     "return_hidden_states",
     "return_sampling_mask",
     "return_entropy",
-    "custom_logit_processor",
     "lora_path",
     "session_params",
     "input_embeds",
@@ -45,11 +52,17 @@ class UnsupportedParameter(ValueError):
     """A request asks for something speculation cannot honour; answered with status 400."""
 
 
-def unsupported_parameters(request: Any) -> list[str]:
+def refused_sampling(on_cpu: bool) -> dict[str, Any]:
+    """Sampling parameters that a platform cannot honour, with the value that means "not used"."""
+    return _REFUSED if on_cpu else _REFUSED_ON_GPU | _REFUSED
+
+
+def unsupported_parameters(request: Any, on_cpu: bool) -> list[str]:
     """Names of the parameters of one generate request that ASPIRE cannot honour.
 
     Args:
         request: SGLang's ``GenerateReqInput`` for a single prompt.
+        on_cpu: whether this package's CPU platform runs the model, else a GPU.
     """
     sampling = request.sampling_params or {}
     max_new_tokens = sampling.get("max_new_tokens")
@@ -57,13 +70,14 @@ def unsupported_parameters(request: Any) -> list[str]:
         return []
     found = [
         name
-        for name, neutral in _UNSUPPORTED_SAMPLING.items()
+        for name, neutral in refused_sampling(on_cpu).items()
         if sampling.get(name) not in (None, neutral, "", {})
     ]
     # A greedy text does not depend on the seed, so only sampled requests would be betrayed.
     if sampling.get("sampling_seed") is not None and sampling.get("temperature", 1.0) != 0:
         found.append("sampling_seed")
-    found += [name for name in _UNSUPPORTED_FIELDS if _is_set(getattr(request, name, None))]
+    fields = _UNSUPPORTED_FIELDS if on_cpu else _FIELDS_REFUSED_ON_GPU + _UNSUPPORTED_FIELDS
+    found += [name for name in fields if _is_set(getattr(request, name, None))]
     return found
 
 
@@ -82,6 +96,18 @@ def _check_token_ids(input_ids: list[int] | None, request: Any, vocab_size: int)
         if not 0 <= token < vocab_size:
             raise ValueError(
                 f"The prompt holds the token id {token}; the model has ids 0 to {vocab_size - 1}."
+            )
+
+
+def _check_stop_ids(sampling: dict[str, Any], vocab_size: int) -> None:
+    """Refuse stop tokens that do not exist where SGLang's scheduler would index with them."""
+    if not sampling.get("min_new_tokens"):
+        return
+    for token in sampling.get("stop_token_ids") or ():
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"stop_token_ids holds the token id {token}; with min_new_tokens it must be one of "
+                f"the model's ids 0 to {vocab_size - 1}."
             )
 
 
@@ -108,9 +134,10 @@ def validate_request(
     if manager.server_args.attention_backend == "aspire":
         _check_token_ids(input_ids, request, manager.model_config.vocab_size)
         _check_parameter_names(request.sampling_params or {})
+        _check_stop_ids(request.sampling_params or {}, manager.model_config.vocab_size)
     if not is_aspire(manager.server_args):
         return
-    found = unsupported_parameters(request)
+    found = unsupported_parameters(request, cpu_platform.is_active())
     if found:
         raise UnsupportedParameter(
             f"not supported together with --speculative-algorithm ASPIRE: {', '.join(found)}. "

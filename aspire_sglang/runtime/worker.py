@@ -21,6 +21,7 @@ from aspire_sglang.runtime.batching import StepPlan, build_plan
 from aspire_sglang.runtime.cost import RunningCost
 from aspire_sglang.runtime.draft_state import DraftState, SlotState
 from aspire_sglang.runtime.hooks import verify_hooks
+from aspire_sglang.runtime.logit_rules import apply_logit_rules, restore_penalties
 from aspire_sglang.runtime.modes import ModeScheduler
 from aspire_sglang.runtime.profile import host_step, profile_steps
 from aspire_sglang.runtime.results import VERIFIED_ROWS
@@ -150,6 +151,7 @@ class AspireWorker(BaseSpecWorker):
             self.state.reset(req.req_pool_idx, self._generation(req))
             if not req.output_ids:
                 self.telemetry.started(req.rid)
+        restore_penalties(batch.reqs, batch.sampling_info)
         result = self.target_worker.forward_batch_generation(batch)
         result.new_seq_lens = batch.seq_lens.clone()
         result.next_draft_input = NextStepInput(bonus_tokens=result.next_token_ids)
@@ -211,6 +213,7 @@ class AspireWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         """Sample drafts, accept runs, and describe the outcome to SGLang."""
         logits = forward.logits_output.next_token_logits[: plan.num_tokens]
+        apply_logit_rules(plan, batch.reqs, self.state.tokens, logits, batch.sampling_info)
         outcome = self.sampler.step(plan, states, logits, batch.sampling_info)
         rows = plan.verify_rows
         advance = torch.zeros(len(states), dtype=batch.seq_lens.dtype)

@@ -109,29 +109,40 @@ def request(**options):
 
 
 def test_supported_requests_pass():
-    assert unsupported_parameters(request(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1)) == []
+    sampling = request(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1)
     neutral = {"frequency_penalty": 0.0, "repetition_penalty": 1.0, "regex": None, "logit_bias": {}}
-    assert unsupported_parameters(request(**neutral)) == []
+    for on_cpu in (True, False):
+        assert unsupported_parameters(sampling, on_cpu) == []
+        assert unsupported_parameters(request(**neutral), on_cpu) == []
 
 
 def test_unsupported_parameters_are_all_named():
     body = request(frequency_penalty=1.0, json_schema="{}", sampling_seed=1)
     body.return_logprob = True
-    assert unsupported_parameters(body) == [
+    body.custom_logit_processor = "{}"
+    assert unsupported_parameters(body, on_cpu=False) == [
         "frequency_penalty",
         "json_schema",
         "sampling_seed",
+        "custom_logit_processor",
         "return_logprob",
     ]
 
 
+def test_the_cpu_honours_what_the_gpu_refuses():
+    body = request(frequency_penalty=1.0, min_new_tokens=4, logit_bias={"3": 1.0})
+    body.custom_logit_processor = "{}"
+    assert unsupported_parameters(body, on_cpu=True) == []
+    assert len(unsupported_parameters(body, on_cpu=False)) == 4
+
+
 def test_a_seed_means_nothing_to_a_greedy_request():
-    assert unsupported_parameters(request(sampling_seed=1, temperature=0)) == []
+    assert unsupported_parameters(request(sampling_seed=1, temperature=0), True) == []
 
 
 def test_one_token_comes_from_the_prefill_and_may_use_everything():
-    assert unsupported_parameters(request(max_new_tokens=1, regex="a+")) == []
-    assert unsupported_parameters(request(max_new_tokens=2, regex="a+")) == ["regex"]
+    assert unsupported_parameters(request(max_new_tokens=1, regex="a+"), False) == []
+    assert unsupported_parameters(request(max_new_tokens=2, regex="a+"), False) == ["regex"]
 
 
 def test_unsupported_sglang_is_refused(monkeypatch):
