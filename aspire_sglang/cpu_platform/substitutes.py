@@ -41,3 +41,8 @@ def assign_req_to_token_pool(
 def apply_scaling_penalties(logits: torch.Tensor, scaling_penalties: torch.Tensor) -> None:
     """Repetition penalties, in place; both ``[bs, V]``."""
     logits.copy_(scaled(logits, scaling_penalties))
+
+
+def allocate_token_bitmask(vocab_size: int, batch_size: int) -> torch.Tensor:
+    """``[batch_size, ceil(vocab_size / 32)]`` int32 masks that allow every token."""
+    return torch.full((batch_size, (vocab_size + 31) // 32), -1, dtype=torch.int32)

@@ -19,6 +19,7 @@ from aspire_sglang.cpu_platform import substitutes, weights
 from aspire_sglang.runtime import (
     arguments,
     gpu_graphs,
+    grammars,
     introspection,
     logit_rules,
     requests,
@@ -134,6 +135,20 @@ HOOKS = (
         HookType.REPLACE,
         substitutes.apply_scaling_penalties,
         "a torch.compile function: it needs a C++ compiler, and the first request waits for it",
+        cpu_only=True,
+    ),
+    Hook(
+        "constrained.base_grammar_backend.GrammarMask.apply",
+        HookType.AROUND,
+        grammars.apply_mask,
+        "xgrammar's masks are refused on a CPU, and llguidance's need a C++ compiler there",
+        cpu_only=True,
+    ),
+    Hook(
+        "constrained.xgrammar_backend._allocate_token_bitmask",
+        HookType.REPLACE,
+        substitutes.allocate_token_bitmask,
+        "SGLang pins the masks' memory, which PyTorch refuses without an accelerator",
         cpu_only=True,
     ),
     Hook(

@@ -18,6 +18,7 @@ from sglang.srt.runtime_context import get_server_args
 
 from aspire_sglang.runtime.arguments import is_aspire
 from aspire_sglang.runtime.batching import StepPlan
+from aspire_sglang.runtime.grammars import mask_logits
 from aspire_sglang.sampling.penalties import Penalties, dense_terms, penalise
 
 
@@ -44,6 +45,8 @@ def apply_logit_rules(
         penalties = penalties_of(req, logits.shape[1])
         if penalties is not None:
             penalise(logits[span], penalties, req.output_ids, drafts[row])
+        if req.grammar is not None:
+            mask_logits(req, drafts[row], logits[span])
         if req.sampling_params.logit_bias:
             logits[span] += sampling_info.logit_bias[row]
     if sampling_info.has_custom_logit_processor:
@@ -59,7 +62,8 @@ def apply_logit_rules(
 def _has_rules(req: Any) -> bool:
     params = req.sampling_params
     return bool(
-        req.custom_logit_processor
+        req.grammar is not None
+        or req.custom_logit_processor
         or params.logit_bias
         or params.min_new_tokens > 0
         or params.frequency_penalty

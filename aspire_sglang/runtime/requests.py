@@ -24,10 +24,6 @@ _REFUSED_ON_GPU = {
     "repetition_penalty": 1.0,
     "min_new_tokens": 0,
     "logit_bias": None,
-}
-
-# As above, not honoured by any worker.
-_REFUSED = {
     "json_schema": None,
     "regex": None,
     "ebnf": None,
@@ -54,7 +50,7 @@ class UnsupportedParameter(ValueError):
 
 def refused_sampling(on_cpu: bool) -> dict[str, Any]:
     """Sampling parameters that a platform cannot honour, with the value that means "not used"."""
-    return _REFUSED if on_cpu else _REFUSED_ON_GPU | _REFUSED
+    return {} if on_cpu else _REFUSED_ON_GPU
 
 
 def unsupported_parameters(request: Any, on_cpu: bool) -> list[str]:

@@ -79,7 +79,11 @@ def finish_at_first_condition(
         original(req, new_accepted_len)
     finally:
         sampling.max_new_tokens = cap
-    if req.finished() and (req.finished_len is None or req.finished_len < cap):
+    end = req.finished_len
+    if end is None and req.grammar is not None and req.grammar.is_terminated():
+        # The run was cut where its grammar ended, which is not before the cap.
+        end = len(req.output_ids)
+    if req.finished() and (end is None or end < cap):
         return None
     req.finished_reason = req.finished_len = None
     return original(req, new_accepted_len)

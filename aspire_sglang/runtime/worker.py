@@ -20,6 +20,7 @@ from aspire_sglang.config import AspireConfig, ConfigError, describe, load_confi
 from aspire_sglang.runtime.batching import StepPlan, build_plan
 from aspire_sglang.runtime.cost import RunningCost
 from aspire_sglang.runtime.draft_state import DraftState, SlotState
+from aspire_sglang.runtime.grammars import run_is_complete
 from aspire_sglang.runtime.hooks import verify_hooks
 from aspire_sglang.runtime.logit_rules import apply_logit_rules, restore_penalties
 from aspire_sglang.runtime.modes import ModeScheduler
@@ -162,7 +163,10 @@ class AspireWorker(BaseSpecWorker):
         start = time.perf_counter()
         states = [self.state.get(req.req_pool_idx, self._generation(req)) for req in batch.reqs]
         seq_lens: list[int] = batch.seq_lens_cpu.tolist()
-        caps = [self._max_draft(req, s) for req, s in zip(batch.reqs, seq_lens, strict=True)]
+        caps = [
+            self._max_draft(req, s) if self._may_draft(req, state) else 0
+            for req, s, state in zip(batch.reqs, seq_lens, states, strict=True)
+        ]
         slots = [req.req_pool_idx for req in batch.reqs]
         verify, draft_kv = self.modes.decide(slots, seq_lens, states, caps)
         plan = build_plan(
@@ -254,6 +258,13 @@ class AspireWorker(BaseSpecWorker):
         remaining = req.sampling_params.max_new_tokens - len(req.output_ids) - unsettled
         # A verify commits one token more than it accepts; positions end at the context length.
         return max(0, min(self.gamma_max, remaining - 1, self.context_len - 1 - seq_len))
+
+    def _may_draft(self, req: Any, state: SlotState) -> bool:
+        """Whether the request's grammar, if it has one, allows a draft after the pending ones."""
+        if req.grammar is None:
+            return True
+        drafts = self.state.tokens[req.req_pool_idx, : state.pending].tolist()
+        return not run_is_complete(req, drafts, self.model_runner.model_config.vocab_size)
 
     # -- events --
 

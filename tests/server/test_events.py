@@ -111,9 +111,6 @@ def test_bad_input_is_answered_and_the_next_request_is_fine(plain, aspire, name)
 
 
 REFUSED = {
-    "json_schema": {"json_schema": '{"type": "object"}'},
-    "regex": {"regex": "[0-9]+"},
-    "ebnf": {"ebnf": 'root ::= "yes" | "no"'},
     "sampling_seed": {"sampling_seed": 7, "temperature": 1.0},
     "return_logprob": {"return_logprob": True},
 }

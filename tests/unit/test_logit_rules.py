@@ -23,6 +23,7 @@ from aspire_sglang.runtime.logit_rules import (
     drop_penalizers,
     restore_penalties,
 )
+from aspire_sglang.sampling.grammar import apply_packed_mask
 
 VOCAB = 20
 
@@ -136,6 +137,52 @@ def test_custom_processors_see_the_text_of_each_position():
     ]
     assert torch.isinf(logits).nonzero().tolist() == [[0, 8], [3, 2], [4, 3], [5, 4], [6, 3]]
     assert [list(req.output_ids) for req in reqs] == [[5], [9], [2]], "the output is put back"
+
+
+class OnlyEven:
+    """A grammar of even tokens after odd ones and the reverse, as a list of what was accepted."""
+
+    finished = False
+
+    def __init__(self, text):
+        self.text = text
+
+    def accept_token(self, token):
+        assert token % 2 != self.text[-1] % 2
+        self.text.append(token)
+
+    def rollback(self, count):
+        del self.text[-count:]
+
+    def is_terminated(self):
+        return False
+
+    def allocate_vocab_mask(self, vocab_size, batch_size, device):
+        return torch.full((batch_size, 1), -1, dtype=torch.int32, device=device)
+
+    def fill_vocab_mask(self, mask, row):
+        bits = range(self.text[-1] % 2 == 0, VOCAB, 2)
+        mask[row, 0] = sum(1 << bit for bit in bits)
+
+    def move_vocab_mask(self, mask, device):
+        return mask
+
+    def apply_vocab_mask(self, logits, vocab_mask):
+        apply_packed_mask(logits, vocab_mask)
+
+
+def test_the_order_is_penalty_mask_bias_processor():
+    """A bias cannot lift a mask, and a grammar's positions are those of the drafts."""
+    reqs = [make_req([4], logit_bias={"6": 50.0, "7": 50.0}), make_req([5])]
+    reqs[0].grammar = OnlyEven([4])
+    drafts = torch.tensor([[0, 0, 0], [5, 6, 7], [0, 0, 0]])
+    plan = make_plan([2, 0], [True, True], drafts)
+    logits = torch.zeros(4, VOCAB)
+    apply_logit_rules(plan, reqs, drafts, logits, make_info(reqs))
+    # After 4 an odd token, after 4 5 an even one, after 4 5 6 an odd one.
+    assert logits.argmax(dim=1).tolist() == [7, 6, 7, 0]
+    assert [torch.isinf(row).sum().item() for row in logits] == [10, 10, 10, 0]
+    assert reqs[0].grammar.text == [4]
 
 
 def test_a_row_without_any_allowed_token_can_be_sampled():
