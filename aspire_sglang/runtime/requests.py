@@ -13,6 +13,7 @@ from typing import Any
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from aspire_sglang.runtime.arguments import is_aspire
+from aspire_sglang.runtime.switch import check_custom_params
 
 # Sampling parameters that change the target distribution in a way the verify step does not
 # reproduce for every position of a run, with the value that means "not used".
@@ -45,13 +46,19 @@ class UnsupportedParameter(ValueError):
     """A request asks for something speculation cannot honour; answered with status 400."""
 
 
-def unsupported_parameters(request: Any) -> list[str]:
+def effective_sampling(request: Any, preferred: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Sampling parameters of one request over those the server prefers."""
+    return {**(preferred or {}), **(request.sampling_params or {})}
+
+
+def unsupported_parameters(request: Any, preferred: dict[str, Any] | None = None) -> list[str]:
     """Names of the parameters of one generate request that ASPIRE cannot honour.
 
     Args:
         request: SGLang's ``GenerateReqInput`` for a single prompt.
+        preferred: sampling parameters that the server adds where the request is silent.
     """
-    sampling = request.sampling_params or {}
+    sampling = effective_sampling(request, preferred)
     max_new_tokens = sampling.get("max_new_tokens")
     if max_new_tokens is not None and max_new_tokens <= 1:
         return []
@@ -101,8 +108,8 @@ def validate_request(
 
     Raises:
         UnsupportedParameter: naming every parameter that ASPIRE cannot honour.
-        ValueError: the prompt is empty or holds a token id that does not exist, or a sampling
-            parameter is unknown.
+        ValueError: the prompt is empty or holds a token id that does not exist, a sampling
+            parameter is unknown, or the request's own switch for speculation is not valid.
     """
     original(manager, request, input_ids)
     if manager.server_args.attention_backend == "aspire":
@@ -110,7 +117,12 @@ def validate_request(
         _check_parameter_names(request.sampling_params or {})
     if not is_aspire(manager.server_args):
         return
-    found = unsupported_parameters(request)
+    preferred = manager.preferred_sampling_params
+    check_custom_params(
+        effective_sampling(request, preferred).get("custom_params"),
+        has_processor=bool(getattr(request, "custom_logit_processor", None)),
+    )
+    found = unsupported_parameters(request, preferred)
     if found:
         raise UnsupportedParameter(
             f"not supported together with --speculative-algorithm ASPIRE: {', '.join(found)}. "

@@ -26,6 +26,7 @@ from aspire_sglang.runtime.profile import host_step, profile_steps
 from aspire_sglang.runtime.results import VERIFIED_ROWS
 from aspire_sglang.runtime.sampler import StepSampler
 from aspire_sglang.runtime.spec_inputs import MixedForwardInput, NextStepInput
+from aspire_sglang.runtime.switch import draft_limit
 from aspire_sglang.runtime.telemetry import Telemetry
 from aspire_sglang.speculation.acceptance import AcceptanceEstimator, make_estimator
 from aspire_sglang.speculation.cost_model import StepShape
@@ -248,9 +249,11 @@ class AspireWorker(BaseSpecWorker):
         if req.to_finish is not None:
             # An abort is honoured when the row's result is processed, so give it one at once.
             return 0
+        own = draft_limit(req.sampling_params.custom_params)
+        most = self.gamma_max if own is None else min(own, self.gamma_max)
         remaining = req.sampling_params.max_new_tokens - len(req.output_ids) - unsettled
         # A verify commits one token more than it accepts; positions end at the context length.
-        return max(0, min(self.gamma_max, remaining - 1, self.context_len - 1 - seq_len))
+        return max(0, min(most, remaining - 1, self.context_len - 1 - seq_len))
 
     # -- events --
 
