@@ -16,7 +16,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from aspire_sglang import cpu_platform
 from aspire_sglang.cpu_platform import substitutes, weights
-from aspire_sglang.runtime import arguments, gpu_graphs, introspection, requests, results
+from aspire_sglang.runtime import arguments, gpu_graphs, introspection, requests, results, seeds
 
 _SRT = "sglang.srt."
 _WRAPPER_FILE = inspect.getsourcefile(HookRegistry)
@@ -126,6 +126,21 @@ HOOKS = (
         HookType.REPLACE,
         substitutes.assign_req_to_token_pool,
         "a Triton kernel without a CPU version outside SGLang's own CPU engine",
+        cpu_only=True,
+    ),
+    Hook(
+        "managers.tp_worker.TpModelWorker.forward_batch_generation",
+        HookType.AROUND,
+        seeds.carry_seeds,
+        "SGLang hands seeds to its sampler only with deterministic inference",
+        cpu_only=True,
+    ),
+    Hook(
+        "layers.sampler.Sampler._sample_from_probs",
+        HookType.AROUND,
+        seeds.sample_seeded,
+        "SGLang ignores seeds otherwise, and its seeded sampler is a Triton kernel; prefill and "
+        "plain decoding must draw a seeded token as speculation does",
         cpu_only=True,
     ),
     Hook(

@@ -12,7 +12,9 @@ from typing import Any
 
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from aspire_sglang import cpu_platform
 from aspire_sglang.runtime.arguments import is_aspire
+from aspire_sglang.runtime.seeds import check_seed
 from aspire_sglang.runtime.switch import check_custom_params
 
 # Sampling parameters that change the target distribution in a way the verify step does not
@@ -29,9 +31,9 @@ _UNSUPPORTED_SAMPLING = {
     "logit_bias": None,
 }
 
+_CPU_FIELDS = ("return_logprob", "return_hidden_states")
+
 _UNSUPPORTED_FIELDS = (
-    "return_logprob",
-    "return_hidden_states",
     "return_sampling_mask",
     "return_entropy",
     "custom_logit_processor",
@@ -67,11 +69,19 @@ def unsupported_parameters(request: Any, preferred: dict[str, Any] | None = None
         for name, neutral in _UNSUPPORTED_SAMPLING.items()
         if sampling.get(name) not in (None, neutral, "", {})
     ]
+    if not cpu_platform.is_active():
+        found += _unsupported_on_gpu(request, sampling)
+    found += [name for name in _UNSUPPORTED_FIELDS if _is_set(getattr(request, name, None))]
+    return found
+
+
+def _unsupported_on_gpu(request: Any, sampling: dict[str, Any]) -> list[str]:
+    """What only the CPU platform honours."""
+    found = []
     # A greedy text does not depend on the seed, so only sampled requests would be betrayed.
     if sampling.get("sampling_seed") is not None and sampling.get("temperature", 1.0) != 0:
         found.append("sampling_seed")
-    found += [name for name in _UNSUPPORTED_FIELDS if _is_set(getattr(request, name, None))]
-    return found
+    return found + [name for name in _CPU_FIELDS if _is_set(getattr(request, name, None))]
 
 
 def _is_set(value: Any) -> bool:
@@ -90,6 +100,13 @@ def _check_token_ids(input_ids: list[int] | None, request: Any, vocab_size: int)
             raise ValueError(
                 f"The prompt holds the token id {token}; the model has ids 0 to {vocab_size - 1}."
             )
+
+
+def _check_top_logprobs(request: Any, vocab_size: int) -> None:
+    """Refuse more best tokens than there are, which ends SGLang's scheduler."""
+    wanted = getattr(request, "top_logprobs_num", None) or 0
+    if not 0 <= wanted <= vocab_size:
+        raise ValueError(f"top_logprobs_num must be 0 to {vocab_size}, not {wanted}.")
 
 
 def _check_parameter_names(sampling: dict[str, Any]) -> None:
@@ -112,14 +129,17 @@ def validate_request(
             parameter is unknown, or the request's own switch for speculation is not valid.
     """
     original(manager, request, input_ids)
+    preferred = manager.preferred_sampling_params
+    sampling = effective_sampling(request, preferred)
     if manager.server_args.attention_backend == "aspire":
         _check_token_ids(input_ids, request, manager.model_config.vocab_size)
         _check_parameter_names(request.sampling_params or {})
+        _check_top_logprobs(request, manager.model_config.vocab_size)
+        check_seed(sampling.get("sampling_seed"))
     if not is_aspire(manager.server_args):
         return
-    preferred = manager.preferred_sampling_params
     check_custom_params(
-        effective_sampling(request, preferred).get("custom_params"),
+        sampling.get("custom_params"),
         has_processor=bool(getattr(request, "custom_logit_processor", None)),
     )
     found = unsupported_parameters(request, preferred)

@@ -20,11 +20,14 @@ from aspire_sglang.config import AspireConfig, ConfigError, describe, load_confi
 from aspire_sglang.runtime.batching import StepPlan, build_plan
 from aspire_sglang.runtime.cost import RunningCost
 from aspire_sglang.runtime.draft_state import DraftState, SlotState
+from aspire_sglang.runtime.hidden_states import report_hidden_states
 from aspire_sglang.runtime.hooks import verify_hooks
+from aspire_sglang.runtime.logprobs import report_logprobs
 from aspire_sglang.runtime.modes import ModeScheduler
 from aspire_sglang.runtime.profile import host_step, profile_steps
 from aspire_sglang.runtime.results import VERIFIED_ROWS
 from aspire_sglang.runtime.sampler import StepSampler
+from aspire_sglang.runtime.seeds import seeds_of
 from aspire_sglang.runtime.spec_inputs import MixedForwardInput, NextStepInput
 from aspire_sglang.runtime.switch import draft_limit
 from aspire_sglang.runtime.telemetry import Telemetry
@@ -192,10 +195,11 @@ class AspireWorker(BaseSpecWorker):
         batch.input_ids = plan.input_ids
         batch.out_cache_loc = plan.out_cache_loc
         batch.spec_info = MixedForwardInput(plan)
+        wanted = batch.return_hidden_states
         forward_batch = ForwardBatch.init_new(
             batch,
             self.model_runner,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
+            capture_hidden_mode=CaptureHiddenMode.FULL if wanted else CaptureHiddenMode.NULL,
             return_hidden_states_before_norm=False,
         )
         return self.target_worker.forward_batch_generation(
@@ -212,8 +216,27 @@ class AspireWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         """Sample drafts, accept runs, and describe the outcome to SGLang."""
         logits = forward.logits_output.next_token_logits[: plan.num_tokens]
-        outcome = self.sampler.step(plan, states, logits, batch.sampling_info)
+        seeds = seeds_of(batch.reqs)
+        outcome = self.sampler.step(plan, states, logits, batch.sampling_info, seeds)
         rows = plan.verify_rows
+        if batch.return_logprob:
+            report_logprobs(
+                forward.logits_output,
+                batch,
+                rows,
+                plan.pending,
+                logits[len(plan.draft_rows) :],
+                outcome.tokens,
+                outcome.accept_lens,
+            )
+        if batch.return_hidden_states:
+            report_hidden_states(
+                forward.logits_output,
+                rows,
+                plan.pending,
+                outcome.accept_lens,
+                self.speculative_num_draft_tokens,
+            )
         advance = torch.zeros(len(states), dtype=batch.seq_lens.dtype)
         bonus = bonus.clone()
         for verified, row in enumerate(rows):

@@ -96,6 +96,13 @@ BAD = {
     "repetition_penalty 0": {"text": "a", "sampling_params": {"repetition_penalty": 0}},
     "negative temperature": {"text": "a", "sampling_params": {"temperature": -1}},
     "no such parameter": {"text": "a", "sampling_params": {"tempature": 1}},
+    "seed of a hundred bits": {"text": "a", "sampling_params": {"sampling_seed": 2**100}},
+    "seed in words": {"text": "a", "sampling_params": {"sampling_seed": "seven"}},
+    "more best tokens than tokens": {
+        "text": "a",
+        "return_logprob": True,
+        "top_logprobs_num": 10**6,
+    },
     "nothing": {},
 }
 
@@ -119,8 +126,6 @@ REFUSED = {
     "regex": {"regex": "[0-9]+"},
     "ebnf": {"ebnf": 'root ::= "yes" | "no"'},
     "logit_bias": {"logit_bias": {"5": 1.0}},
-    "sampling_seed": {"sampling_seed": 7, "temperature": 1.0},
-    "return_logprob": {"return_logprob": True},
 }
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from aspire_sglang import cpu_platform
 from aspire_sglang.config import AspireConfig
 from aspire_sglang.runtime.batching import build_plan
 from aspire_sglang.runtime.cost import RunningCost
@@ -114,18 +115,27 @@ def test_supported_requests_pass():
     assert unsupported_parameters(request(**neutral)) == []
 
 
-def test_unsupported_parameters_are_all_named():
+@pytest.fixture(params=["cpu", "gpu"])
+def platform(request, monkeypatch):
+    monkeypatch.setattr(cpu_platform, "is_active", lambda: request.param == "cpu")
+    return request.param
+
+
+def test_unsupported_parameters_are_all_named(platform):
     body = request(frequency_penalty=1.0, json_schema="{}", sampling_seed=1)
     body.return_logprob = True
-    assert unsupported_parameters(body) == [
-        "frequency_penalty",
-        "json_schema",
-        "sampling_seed",
-        "return_logprob",
-    ]
+    found = unsupported_parameters(body)
+    assert found[:2] == ["frequency_penalty", "json_schema"]
+    assert sorted(found[2:]) == ([] if platform == "cpu" else ["return_logprob", "sampling_seed"])
 
 
-def test_a_seed_means_nothing_to_a_greedy_request():
+def test_parameters_that_the_server_prefers_are_looked_at():
+    preferred = {"frequency_penalty": 1.0}
+    assert unsupported_parameters(request(), preferred) == ["frequency_penalty"]
+    assert unsupported_parameters(request(frequency_penalty=0.0), preferred) == []
+
+
+def test_a_seed_means_nothing_to_a_greedy_request(platform):
     assert unsupported_parameters(request(sampling_seed=1, temperature=0)) == []
 
 
