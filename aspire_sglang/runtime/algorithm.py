@@ -33,10 +33,10 @@ _REFUSED_FLAGS = (
     ("disaggregation_mode", "null", "PD disaggregation is not supported"),
     ("tokenizer_worker_num", 1, "tokenizer workers do not load plugins in this SGLang"),
     ("speculative_adaptive", False, "ASPIRE chooses draft lengths itself"),
-    ("enable_return_hidden_states", False, "hidden states are not supported"),
 )
 
 _REFUSED_GPU_FLAGS = (
+    ("enable_return_hidden_states", False, "hidden states are not supported on GPUs"),
     ("tp_size", 1, "tensor parallelism is not supported on GPUs"),
     ("enable_torch_compile", False, "torch.compile is not supported"),
     ("disable_cuda_graph_padding", False, "steps are padded to the captured graphs"),

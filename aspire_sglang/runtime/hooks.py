@@ -24,6 +24,7 @@ from aspire_sglang.runtime import (
     logit_rules,
     requests,
     results,
+    seeds,
 )
 
 _SRT = "sglang.srt."
@@ -163,6 +164,21 @@ HOOKS = (
         HookType.REPLACE,
         substitutes.assign_req_to_token_pool,
         "a Triton kernel without a CPU version outside SGLang's own CPU engine",
+        cpu_only=True,
+    ),
+    Hook(
+        "managers.tp_worker.TpModelWorker.forward_batch_generation",
+        HookType.AROUND,
+        seeds.carry_seeds,
+        "SGLang hands seeds to its sampler only with deterministic inference",
+        cpu_only=True,
+    ),
+    Hook(
+        "layers.sampler.Sampler._sample_from_probs",
+        HookType.AROUND,
+        seeds.sample_seeded,
+        "SGLang ignores seeds otherwise, and its seeded sampler is a Triton kernel; prefill and "
+        "plain decoding must draw a seeded token as speculation does",
         cpu_only=True,
     ),
     Hook(

@@ -9,6 +9,8 @@ from typing import Any
 from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
 from aspire_sglang.runtime.arguments import is_aspire
+from aspire_sglang.runtime.requests import effective_sampling
+from aspire_sglang.runtime.switch import draft_limit
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,14 @@ def describe_request(
         return
     histograms = getattr(recv_obj, "spec_cap_lens_histogram", None)
     summary = draft_summary(histograms[i] if histograms else [])
-    meta_info["aspire"] = summary
+    request = manager.rid_to_state[recv_obj.rids[i]].obj
+    sampling = effective_sampling(request, manager.preferred_sampling_params)
+    own = draft_limit(sampling.get("custom_params"))
+    meta_info["aspire"] = {
+        "speculated": summary["draft_steps"] > 0,
+        "request_gamma_max": own,
+        **summary,
+    }
     if summary["verify_steps"]:
         proposed = summary["draft_steps"]
         correct = meta_info["spec_num_correct_drafts"]

@@ -14,6 +14,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from aspire_sglang import cpu_platform
 from aspire_sglang.runtime.arguments import is_aspire
+from aspire_sglang.runtime.seeds import check_seed
+from aspire_sglang.runtime.switch import check_custom_params
 
 # Sampling parameters that change the target distribution, with the value that means "not used".
 # The CPU worker applies them at every position of a run (runtime/logit_rules.py), the GPU worker
@@ -30,11 +32,9 @@ _REFUSED_ON_GPU = {
     "structural_tag": None,
 }
 
-_FIELDS_REFUSED_ON_GPU = ("custom_logit_processor",)
+_FIELDS_REFUSED_ON_GPU = ("custom_logit_processor", "return_logprob", "return_hidden_states")
 
 _UNSUPPORTED_FIELDS = (
-    "return_logprob",
-    "return_hidden_states",
     "return_sampling_mask",
     "return_entropy",
     "lora_path",
@@ -53,14 +53,22 @@ def refused_sampling(on_cpu: bool) -> dict[str, Any]:
     return {} if on_cpu else _REFUSED_ON_GPU
 
 
-def unsupported_parameters(request: Any, on_cpu: bool) -> list[str]:
+def effective_sampling(request: Any, preferred: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Sampling parameters of one request over those the server prefers."""
+    return {**(preferred or {}), **(request.sampling_params or {})}
+
+
+def unsupported_parameters(
+    request: Any, on_cpu: bool, preferred: dict[str, Any] | None = None
+) -> list[str]:
     """Names of the parameters of one generate request that ASPIRE cannot honour.
 
     Args:
         request: SGLang's ``GenerateReqInput`` for a single prompt.
         on_cpu: whether this package's CPU platform runs the model, else a GPU.
+        preferred: sampling parameters that the server adds where the request is silent.
     """
-    sampling = request.sampling_params or {}
+    sampling = effective_sampling(request, preferred)
     max_new_tokens = sampling.get("max_new_tokens")
     if max_new_tokens is not None and max_new_tokens <= 1:
         return []
@@ -70,7 +78,8 @@ def unsupported_parameters(request: Any, on_cpu: bool) -> list[str]:
         if sampling.get(name) not in (None, neutral, "", {})
     ]
     # A greedy text does not depend on the seed, so only sampled requests would be betrayed.
-    if sampling.get("sampling_seed") is not None and sampling.get("temperature", 1.0) != 0:
+    seeded = sampling.get("sampling_seed") is not None and sampling.get("temperature", 1.0) != 0
+    if seeded and not on_cpu:
         found.append("sampling_seed")
     fields = _UNSUPPORTED_FIELDS if on_cpu else _FIELDS_REFUSED_ON_GPU + _UNSUPPORTED_FIELDS
     found += [name for name in fields if _is_set(getattr(request, name, None))]
@@ -107,6 +116,13 @@ def _check_stop_ids(sampling: dict[str, Any], vocab_size: int) -> None:
             )
 
 
+def _check_top_logprobs(request: Any, vocab_size: int) -> None:
+    """Refuse more best tokens than there are, which ends SGLang's scheduler."""
+    wanted = getattr(request, "top_logprobs_num", None) or 0
+    if not 0 <= wanted <= vocab_size:
+        raise ValueError(f"top_logprobs_num must be 0 to {vocab_size}, not {wanted}.")
+
+
 def _check_parameter_names(sampling: dict[str, Any]) -> None:
     """Refuse unknown sampling parameters, which SGLang answers with a server error."""
     valid = SamplingParams.__struct_fields__
@@ -123,17 +139,25 @@ def validate_request(
 
     Raises:
         UnsupportedParameter: naming every parameter that ASPIRE cannot honour.
-        ValueError: the prompt is empty or holds a token id that does not exist, or a sampling
-            parameter is unknown.
+        ValueError: the prompt is empty or holds a token id that does not exist, a sampling
+            parameter is unknown, or the request's own switch for speculation is not valid.
     """
     original(manager, request, input_ids)
+    preferred = manager.preferred_sampling_params
+    sampling = effective_sampling(request, preferred)
     if manager.server_args.attention_backend == "aspire":
         _check_token_ids(input_ids, request, manager.model_config.vocab_size)
         _check_parameter_names(request.sampling_params or {})
-        _check_stop_ids(request.sampling_params or {}, manager.model_config.vocab_size)
+        _check_stop_ids(sampling, manager.model_config.vocab_size)
+        _check_top_logprobs(request, manager.model_config.vocab_size)
+        check_seed(sampling.get("sampling_seed"))
     if not is_aspire(manager.server_args):
         return
-    found = unsupported_parameters(request, cpu_platform.is_active())
+    check_custom_params(
+        sampling.get("custom_params"),
+        has_processor=bool(getattr(request, "custom_logit_processor", None)),
+    )
+    found = unsupported_parameters(request, cpu_platform.is_active(), preferred)
     if found:
         raise UnsupportedParameter(
             f"not supported together with --speculative-algorithm ASPIRE: {', '.join(found)}. "

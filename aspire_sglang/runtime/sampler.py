@@ -9,8 +9,9 @@ import torch
 
 from aspire_sglang.runtime.batching import StepPlan
 from aspire_sglang.runtime.draft_state import DraftState, SlotState
+from aspire_sglang.sampling.coupling import draw_coupled
 from aspire_sglang.sampling.drafting import DraftProbs, sample_draft
-from aspire_sglang.sampling.mixed import verify
+from aspire_sglang.sampling.mixed import Coupling, verify
 from aspire_sglang.sampling.processors import SamplingRows, target_probs
 
 
@@ -27,7 +28,8 @@ class Accepted:
 
 
 class StepSampler:
-    """Greedy rows are decided by argmax, sampled rows by rejection sampling."""
+    """Greedy rows are decided by argmax, seeded rows by the noise of their seed and position, the
+    other sampled rows by rejection sampling."""
 
     def __init__(self, state: DraftState, *, confidence: bool) -> None:
         """``confidence``: note the draft's probability of the tokens of greedy rows."""
@@ -35,13 +37,19 @@ class StepSampler:
         self._confidence = confidence
 
     def step(
-        self, plan: StepPlan, states: list[SlotState], logits: torch.Tensor, sampling_info: Any
+        self,
+        plan: StepPlan,
+        states: list[SlotState],
+        logits: torch.Tensor,
+        sampling_info: Any,
+        seeds: list[int | None],
     ) -> Accepted:
         """Extend the drafts of draft rows and judge the drafts of verify rows.
 
         Args:
             logits: ``[T, V]`` rows of the step's query tokens.
             sampling_info: SGLang's ``SamplingBatchInfo`` of the batch.
+            seeds: per request its seed, None where it is not sampled with one.
         """
         rows = SamplingRows.build(
             sampling_info.temperatures,
@@ -52,13 +60,18 @@ class StepSampler:
         )
         drafts = len(plan.draft_rows)
         if drafts:
-            self._draft(plan, states, logits[:drafts], rows)
+            self._draft(plan, states, logits[:drafts], rows, seeds)
         if not plan.verify_rows:
             return Accepted(self._state.tokens.new_zeros((0, self._state.tokens.shape[1] + 1)), [])
-        return self._verify(plan, states, logits[drafts:], rows)
+        return self._verify(plan, states, logits[drafts:], rows, seeds)
 
     def _draft(
-        self, plan: StepPlan, states: list[SlotState], logits: torch.Tensor, rows: SamplingRows
+        self,
+        plan: StepPlan,
+        states: list[SlotState],
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        seeds: list[int | None],
     ) -> None:
         best = logits.argmax(dim=-1)
         tokens = best.tolist()
@@ -73,16 +86,31 @@ class StepSampler:
         if sampled:
             index = torch.tensor([plan.draft_rows[place] for place in sampled])
             at = torch.tensor(sampled, device=logits.device)
-            drawn = sample_draft(target_probs(logits[at], rows.take(index.to(logits.device))))
-            for position, place in enumerate(sampled):
-                tokens[place] = int(drawn.tokens[position])
-                state = states[plan.draft_rows[place]]
-                state.probs.append((drawn.stored[position], drawn.token_probs[position]))
+            probs = target_probs(logits[at], rows.take(index.to(logits.device)))
+            seed = [seeds[plan.draft_rows[place]] for place in sampled]
+            free = [i for i, s in enumerate(seed) if s is None]
+            if free:
+                drawn = sample_draft(probs if len(free) == len(seed) else probs[free])
+                for position, i in enumerate(free):
+                    tokens[sampled[i]] = int(drawn.tokens[position])
+                    state = states[plan.draft_rows[sampled[i]]]
+                    state.probs.append((drawn.stored[position], drawn.token_probs[position]))
+            if len(free) < len(seed):
+                keyed = [i for i, s in enumerate(seed) if s is not None]
+                key = torch.tensor([seed[i] for i in keyed], device=probs.device)
+                coupled = draw_coupled(probs[keyed], key, plan.positions[at[keyed]])
+                for i, token in zip(keyed, coupled.tolist(), strict=True):
+                    tokens[sampled[i]] = token
         for row, token in zip(plan.draft_rows, tokens, strict=True):
             self._state.add_draft(plan.slots[row], states[row], token)
 
     def _verify(
-        self, plan: StepPlan, states: list[SlotState], logits: torch.Tensor, rows: SamplingRows
+        self,
+        plan: StepPlan,
+        states: list[SlotState],
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        seeds: list[int | None],
     ) -> Accepted:
         device = self._state.tokens.device
         order = plan.verify_rows
@@ -98,8 +126,18 @@ class StepSampler:
             num_drafts,
             torch.nn.functional.pad((num_drafts + 1).cumsum(0), (1, 0)),
             _draft_probs([states[row] for row in order], self._state.tokens.shape[1]),
+            coupling=_coupling([seeds[row] for row in order], plan.positions[-len(logits) :]),
         )
         return Accepted(verified.tokens, verified.accept_len.tolist())
+
+
+def _coupling(seeds: list[int | None], positions: torch.Tensor) -> Coupling | None:
+    """The seeded requests among the verified ones; ``positions``: of their query tokens."""
+    mask = torch.tensor([seed is not None for seed in seeds], device=positions.device)
+    if not mask.any():
+        return None
+    seed = torch.tensor([seed or 0 for seed in seeds], dtype=torch.int64, device=positions.device)
+    return Coupling(mask, seed, positions)
 
 
 def _draft_probs(states: list[SlotState], width: int) -> DraftProbs | None:

@@ -21,13 +21,17 @@ from aspire_sglang.runtime.batching import StepPlan, build_plan
 from aspire_sglang.runtime.cost import RunningCost
 from aspire_sglang.runtime.draft_state import DraftState, SlotState
 from aspire_sglang.runtime.grammars import run_is_complete
+from aspire_sglang.runtime.hidden_states import report_hidden_states
 from aspire_sglang.runtime.hooks import verify_hooks
 from aspire_sglang.runtime.logit_rules import apply_logit_rules, restore_penalties
+from aspire_sglang.runtime.logprobs import report_logprobs
 from aspire_sglang.runtime.modes import ModeScheduler
 from aspire_sglang.runtime.profile import host_step, profile_steps
 from aspire_sglang.runtime.results import VERIFIED_ROWS
 from aspire_sglang.runtime.sampler import StepSampler
+from aspire_sglang.runtime.seeds import seeds_of
 from aspire_sglang.runtime.spec_inputs import MixedForwardInput, NextStepInput
+from aspire_sglang.runtime.switch import draft_limit
 from aspire_sglang.runtime.telemetry import Telemetry
 from aspire_sglang.speculation.acceptance import AcceptanceEstimator, make_estimator
 from aspire_sglang.speculation.cost_model import StepShape
@@ -197,10 +201,11 @@ class AspireWorker(BaseSpecWorker):
         batch.input_ids = plan.input_ids
         batch.out_cache_loc = plan.out_cache_loc
         batch.spec_info = MixedForwardInput(plan)
+        wanted = batch.return_hidden_states
         forward_batch = ForwardBatch.init_new(
             batch,
             self.model_runner,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
+            capture_hidden_mode=CaptureHiddenMode.FULL if wanted else CaptureHiddenMode.NULL,
             return_hidden_states_before_norm=False,
         )
         return self.target_worker.forward_batch_generation(
@@ -218,8 +223,27 @@ class AspireWorker(BaseSpecWorker):
         """Sample drafts, accept runs, and describe the outcome to SGLang."""
         logits = forward.logits_output.next_token_logits[: plan.num_tokens]
         apply_logit_rules(plan, batch.reqs, self.state.tokens, logits, batch.sampling_info)
-        outcome = self.sampler.step(plan, states, logits, batch.sampling_info)
+        seeds = seeds_of(batch.reqs)
+        outcome = self.sampler.step(plan, states, logits, batch.sampling_info, seeds)
         rows = plan.verify_rows
+        if batch.return_logprob:
+            report_logprobs(
+                forward.logits_output,
+                batch,
+                rows,
+                plan.pending,
+                logits[len(plan.draft_rows) :],
+                outcome.tokens,
+                outcome.accept_lens,
+            )
+        if batch.return_hidden_states:
+            report_hidden_states(
+                forward.logits_output,
+                rows,
+                plan.pending,
+                outcome.accept_lens,
+                self.speculative_num_draft_tokens,
+            )
         advance = torch.zeros(len(states), dtype=batch.seq_lens.dtype)
         bonus = bonus.clone()
         for verified, row in enumerate(rows):
@@ -255,9 +279,11 @@ class AspireWorker(BaseSpecWorker):
         if req.to_finish is not None:
             # An abort is honoured when the row's result is processed, so give it one at once.
             return 0
+        own = draft_limit(req.sampling_params.custom_params)
+        most = self.gamma_max if own is None else min(own, self.gamma_max)
         remaining = req.sampling_params.max_new_tokens - len(req.output_ids) - unsettled
         # A verify commits one token more than it accepts; positions end at the context length.
-        return max(0, min(self.gamma_max, remaining - 1, self.context_len - 1 - seq_len))
+        return max(0, min(most, remaining - 1, self.context_len - 1 - seq_len))
 
     def _may_draft(self, req: Any, state: SlotState) -> bool:
         """Whether the request's grammar, if it has one, allows a draft after the pending ones."""

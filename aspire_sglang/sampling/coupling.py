@@ -14,6 +14,8 @@ a batch's neighbours should not change a text, so here it stays by token.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -36,8 +38,7 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
     row = torch.zeros_like(seed)
     for block in (seed & _MASK, (seed >> 32) & _MASK, position.long() & _MASK):
         row = _absorb(row, _scramble(block))
-    column = _scramble(torch.arange(vocab, device=seed.device))
-    h = _absorb(row.view(-1, 1), column)
+    h = _absorb(row.view(-1, 1), _columns(vocab, seed.device))
     h ^= 16  # bytes hashed
     # MurmurHash3's finaliser, in place: these are vocabulary-sized.
     h ^= h >> 16
@@ -62,6 +63,31 @@ def sample_coupled(probs: Tensor, noise: Tensor) -> Tensor:
         ``[n]`` int64, distributed as ``probs`` over seeds; never a token of probability 0.
     """
     return (probs.log() + noise).argmax(dim=-1)
+
+
+def draw_coupled(probs: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """:func:`sample_coupled` with the noise of each row's key.
+
+    Args:
+        probs: ``[n, V]`` float, non-negative; need not be normalised.
+        seed, position: ``[n]``, see :func:`gumbel_noise`.
+
+    Returns:
+        ``[n]`` int64.
+    """
+    vocab = probs.shape[1]
+    if probs.device.type != "cpu" or probs.shape[0] < 2:
+        return sample_coupled(probs, gumbel_noise(seed, position, vocab))
+    # One row of noise stays in the cache; several at once cost twice as much per row.
+    rows = (slice(i, i + 1) for i in range(probs.shape[0]))
+    return torch.cat(
+        [sample_coupled(probs[i], gumbel_noise(seed[i], position[i], vocab)) for i in rows]
+    )
+
+
+@lru_cache(maxsize=4)
+def _columns(vocab: int, device: torch.device) -> Tensor:
+    return _scramble(torch.arange(vocab, device=device))
 
 
 def _scramble(block: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aspire_sglang.sampling.coupling import gumbel_noise, sample_coupled
+from aspire_sglang.sampling.coupling import draw_coupled
 from aspire_sglang.sampling.drafting import DraftProbs
 from aspire_sglang.sampling.draw import uniforms
 from aspire_sglang.sampling.processors import SamplingRows, target_probs
@@ -98,8 +98,8 @@ def verify(
         # A greedy row of probs is one-hot: its argmax is the token, and so is any sample of it.
         targets = probs.argmax(dim=-1)
         if coupling is not None:
-            noise = gumbel_noise(coupling.seed[owner], coupling.positions, logits.shape[1])
-            targets = torch.where(coupling.mask[owner], sample_coupled(probs, noise), targets)
+            drawn = draw_coupled(probs, coupling.seed[owner], coupling.positions)
+            targets = torch.where(coupling.mask[owner], drawn, targets)
         matched = verify_greedy(targets, drafts, num_drafts, qo_indptr)
         sampled = verify_rejection(
             probs,
@@ -122,8 +122,7 @@ def verify(
     if coupling is not None:
         at = (owned & (coupling.mask & ~rows.greedy)[owner]).nonzero().view(-1)
         probs = target_probs(logits[at], rows.take(owner[at]))
-        noise = gumbel_noise(coupling.seed[owner[at]], coupling.positions[at], logits.shape[1])
-        targets[at] = sample_coupled(probs, noise)
+        targets[at] = draw_coupled(probs, coupling.seed[owner[at]], coupling.positions[at])
     result = verify_greedy(targets, drafts, num_drafts, qo_indptr)
     index = (~exact).nonzero().view(-1)
     if index.numel() == 0:

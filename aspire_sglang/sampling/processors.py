@@ -182,7 +182,19 @@ def _one_hot(logits: Tensor) -> Tensor:
 def _sampled_probs(logits: Tensor, rows: SamplingRows) -> Tensor:
     # Greedy rows may carry temperature 0; their result is thrown away.
     temperature = torch.where(rows.greedy, 1.0, rows.temperature).view(-1, 1)
-    probs = torch.softmax(logits.float() / temperature, dim=-1)
+    return filter_probs(torch.softmax(logits.float() / temperature, dim=-1), rows)
+
+
+def filter_probs(probs: Tensor, rows: SamplingRows) -> Tensor:
+    """Steps 2 to 5 of the chain, for probabilities that already have their temperature.
+
+    Args:
+        probs: ``[n, V]`` float32, normalised; may be modified.
+        rows: ``n`` sampling rows; whether they are greedy is not looked at.
+
+    Returns:
+        ``[n, V]`` float32.
+    """
     if not (rows.has_rank_filter or rows.has_min_p) or probs.numel() == 0:
         return probs
     if probs.device.type != "cpu":

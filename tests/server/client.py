@@ -102,6 +102,7 @@ def request(prompt: str | list[int], **options: Any) -> dict[str, Any]:
     top_level = {
         "stream", "return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob",
         "rid", "return_hidden_states", "lora_path", "custom_logit_processor", "stream_options",
+        "return_entropy", "return_sampling_mask", "session_params",
     }  # fmt: skip
     body |= {key: options.pop(key) for key in top_level & options.keys()}
     return body | {"sampling_params": {"temperature": 0, **options}}

@@ -18,7 +18,12 @@ from tests.server.client import Client
 
 # SGLang's own checks: every busy step verifies that no KV slot is lost.
 CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-COMMON = ("--enable-metrics", "--enable-cache-report", "--enable-custom-logit-processor")
+COMMON = (
+    "--enable-metrics",
+    "--enable-cache-report",
+    "--enable-custom-logit-processor",
+    "--enable-return-hidden-states",
+)
 
 DRAFTING = {"scheduler": {"policy": "staggered", "gamma": 5}}
 """Drafts at every length, also where plain decoding would be faster: tests need speculation."""

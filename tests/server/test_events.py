@@ -96,6 +96,13 @@ BAD = {
     "repetition_penalty 0": {"text": "a", "sampling_params": {"repetition_penalty": 0}},
     "negative temperature": {"text": "a", "sampling_params": {"temperature": -1}},
     "no such parameter": {"text": "a", "sampling_params": {"tempature": 1}},
+    "seed of a hundred bits": {"text": "a", "sampling_params": {"sampling_seed": 2**100}},
+    "seed in words": {"text": "a", "sampling_params": {"sampling_seed": "seven"}},
+    "more best tokens than tokens": {
+        "text": "a",
+        "return_logprob": True,
+        "top_logprobs_num": 10**6,
+    },
     "nothing": {},
 }
 
@@ -111,8 +118,9 @@ def test_bad_input_is_answered_and_the_next_request_is_fine(plain, aspire, name)
 
 
 REFUSED = {
-    "sampling_seed": {"sampling_seed": 7, "temperature": 1.0},
-    "return_logprob": {"return_logprob": True},
+    "return_entropy": {"return_entropy": True},
+    "return_sampling_mask": {"return_sampling_mask": True},
+    "session_params": {"session_params": {"id": "one"}},
 }
 
 
@@ -128,11 +136,11 @@ def test_openai_door_refuses_too(aspire):
         "model": "m",
         "messages": [{"role": "user", "content": "hi"}],
         "max_tokens": 8,
-        "logprobs": True,
+        "session_params": {"id": "one"},
     }
     reply = aspire.post(body, "/v1/chat/completions")
     assert reply.status_code == 400
-    assert "return_logprob" in reply.text
+    assert "session_params" in reply.text
 
 
 def test_unknown_configuration_changes_nothing(aspire):

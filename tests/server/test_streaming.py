@@ -85,4 +85,7 @@ def test_metrics_agree(aspire):
 def test_short_contexts_decode_plainly_by_default(aspire):
     """gamma = 0 is a choice, and the answer says that nothing was drafted."""
     answer = aspire.generate(PROSE, max_new_tokens=32, ignore_eos=True)
-    assert set(answer["meta_info"]["aspire"]) == {"draft_steps", "verify_steps", "draft_lengths"}
+    found = answer["meta_info"]["aspire"]
+    assert found["speculated"] == (found["draft_steps"] > 0)
+    assert found["request_gamma_max"] is None
+    assert found["verify_steps"] == sum(found["draft_lengths"].values())

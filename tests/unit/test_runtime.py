@@ -127,17 +127,27 @@ def test_unsupported_parameters_are_all_named():
         "custom_logit_processor",
         "return_logprob",
     ]
+    body.return_entropy = True
+    assert unsupported_parameters(body, on_cpu=True) == ["return_entropy"]
 
 
 def test_the_cpu_honours_what_the_gpu_refuses():
-    body = request(frequency_penalty=1.0, min_new_tokens=4, logit_bias={"3": 1.0})
+    body = request(frequency_penalty=1.0, min_new_tokens=4, logit_bias={"3": 1.0}, sampling_seed=1)
     body.custom_logit_processor = "{}"
+    body.return_logprob = True
+    body.return_hidden_states = True
     assert unsupported_parameters(body, on_cpu=True) == []
-    assert len(unsupported_parameters(body, on_cpu=False)) == 4
+    assert len(unsupported_parameters(body, on_cpu=False)) == 7
+
+
+def test_parameters_that_the_server_prefers_are_looked_at():
+    preferred = {"frequency_penalty": 1.0}
+    assert unsupported_parameters(request(), False, preferred) == ["frequency_penalty"]
+    assert unsupported_parameters(request(frequency_penalty=0.0), False, preferred) == []
 
 
 def test_a_seed_means_nothing_to_a_greedy_request():
-    assert unsupported_parameters(request(sampling_seed=1, temperature=0), True) == []
+    assert unsupported_parameters(request(sampling_seed=1, temperature=0), False) == []
 
 
 def test_one_token_comes_from_the_prefill_and_may_use_everything():
