@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import (
@@ -25,7 +26,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from aspire_sglang.attention.step_buffers import HostStep, StepView, pack_step
 from aspire_sglang.kernels.step_layout import lay_out_step
 from aspire_sglang.runtime.batching import step_shape
-from aspire_sglang.runtime.device_sampler import DeviceSampler
+from aspire_sglang.runtime.device_sampler import DeviceSampler, choose_tokens, row_temperatures
 from aspire_sglang.runtime.device_state import DeviceState
 from aspire_sglang.runtime.draft_state import SlotState
 from aspire_sglang.runtime.gpu_graphs import TierLayout, tier_of
@@ -89,27 +90,21 @@ class GpuWorker(AspireWorker):
 
     def __init__(self, *, server_args: Any, target_worker: Any, **kwargs: Any) -> None:
         super().__init__(server_args=server_args, target_worker=target_worker, **kwargs)
-        runner = target_worker.model_runner
-        # One more than requests: SGLang's slot 0 is padding.
-        self.device_state = DeviceState(
-            server_args.max_running_requests + 1,
-            self.speculative_num_steps,
-            runner.model_config.vocab_size,
-            runner.device,
-        )
-        logger.info("ASPIRE: draft distributions: %.2f GB", self.device_state.memory / 1e9)
+        # Choosing the next tokens belongs to the captured forward: it saves its launches.
+        target_worker.model_runner.capture_tail_hooks.append(self._choose_in_graph)
 
     def alloc_memory_pool(self, req_to_token_pool: Any = None, **kwargs: Any) -> None:
         super().alloc_memory_pool(req_to_token_pool=req_to_token_pool, **kwargs)
-        rows = req_to_token_pool.req_to_token.shape[0]
-        if rows > self.device_state.num_slots:
-            raise RuntimeError(
-                f"ASPIRE: the request pool has {rows} rows, "
-                f"--max-running-requests promised {self.device_state.num_slots}"
-            )
+        table = req_to_token_pool.req_to_token
+        self.device_state = DeviceState(table.shape[0], self.speculative_num_steps, table.device)
 
     def _make_sampler(self) -> DeviceSampler:
-        return DeviceSampler(self.device_state)
+        return DeviceSampler(self.device_state, self.model_runner.attn_backend.steps)
+
+    def _choose_in_graph(self, _: Any, output: Any, forward_batch: Any, tokens: int) -> None:
+        steps = self.model_runner.attn_backend.steps
+        view = steps.view(forward_batch.batch_size, tokens)
+        choose_tokens(steps, view, output.next_token_logits)
 
     def _prefill(self, batch: Any) -> GenerationBatchResult:
         result = super()._prefill(batch)
@@ -119,40 +114,52 @@ class GpuWorker(AspireWorker):
     def _decode(self, batch: Any) -> GenerationBatchResult:
         started = torch.cuda.Event(enable_timing=True)
         started.record()
-        states = [self.state.get(req.req_pool_idx, self._generation(req)) for req in batch.reqs]
-        slots = [req.req_pool_idx for req in batch.reqs]
+        reqs = batch.reqs
+        slots = [req.req_pool_idx for req in reqs]
+        # One look at the pool for all rows: a tensor element at a time costs microseconds each.
+        generations = self.req_to_token_pool.req_generation.numpy()[slots].tolist()
+        states = list(map(self.state.get, slots, generations))
         seq_lens = [
-            req.kv_committed_len + state.unsettled
-            for req, state in zip(batch.reqs, states, strict=True)
+            req.kv_committed_len + state.unsettled for req, state in zip(reqs, states, strict=True)
         ]
         caps = [
             self._max_draft(req, s, state.unsettled)
-            for req, s, state in zip(batch.reqs, seq_lens, states, strict=True)
+            for req, s, state in zip(reqs, seq_lens, states, strict=True)
         ]
         verify, draft_kv = self.modes.decide(slots, seq_lens, states, caps)
         pending = [state.pending for state in states]
-        staged = self.stage(slots, pending, verify, batch.seq_lens)
+        params = [req.sampling_params for req in reqs]
+        temperature = keys = None
+        if not batch.sampling_info.is_all_greedy:
+            temperature = row_temperatures(params)
+            keys = np.array([state.noise_key for state in states], dtype=np.uint64)
+        step = HostStep.build(slots, pending, verify, temperature, keys)
+        staged = self.stage(step, batch.seq_lens)
         shape = step_shape(seq_lens, pending, verify, draft_kv)
         forward = self._forward_staged(batch, staged)
         logits = forward.logits_output.next_token_logits[: staged.host.num_tokens]
-        params = [req.sampling_params for req in batch.reqs]
-        outcome = self.sampler.step(staged.host, staged.view, logits, batch.sampling_info, params)
+        outcome = self.sampler.step(
+            staged.host,
+            staged.view,
+            logits,
+            batch.sampling_info,
+            params,
+            chosen=forward.can_run_cuda_graph,
+        )
         return self._result(batch, staged, states, shape, forward, outcome, started)
 
-    def stage(
-        self, slots: list[int], pending: list[int], verify: list[bool], seq_lens: torch.Tensor
-    ) -> Staged:
+    def stage(self, step: HostStep, seq_lens: torch.Tensor) -> Staged:
         """Put a step on the device, padded to a graph's tier if there is one.
 
         Args:
-            slots, pending, verify: per row of the batch.
+            step: what the host decided.
             seq_lens: ``[bs]`` int64 on the device, tokens with final KV.
         """
         backend, state = self.model_runner.attn_backend, self.device_state
-        step = HostStep.build(slots, pending, verify)
         runner = self.model_runner.decode_cuda_graph_runner
-        tier = tier_of(runner, len(slots), step.num_tokens)
-        rows, tokens = tier or (len(slots), step.num_tokens)
+        count = len(step.order)
+        tier = tier_of(runner, count, step.num_tokens)
+        rows, tokens = tier or (count, step.num_tokens)
         packed = pack_step(step, rows, tokens, drafts_vote=backend.drafts_vote)
         view = backend.steps.load(packed, rows, tokens)
         lay_out_step(
@@ -172,7 +179,7 @@ class GpuWorker(AspireWorker):
             view.row_lens,
             view.context_lens,
         )
-        return Staged(step, view, TierLayout(len(slots), tokens) if tier else None)
+        return Staged(step, view, TierLayout(count, tokens) if tier else None)
 
     def _forward_staged(self, batch: Any, staged: Staged) -> GenerationBatchResult:
         # SGLang snapshots the batch around this call, so it may be rebound freely.
@@ -253,7 +260,7 @@ class GpuWorker(AspireWorker):
         def seconds() -> float:
             torch.cuda.synchronize()
             start = time.perf_counter()
-            staged = self.stage(slots, pendings, modes, seq_lens)
+            staged = self.stage(HostStep.build(slots, pendings, modes), seq_lens)
             batch = ForwardBatch(
                 forward_mode=ForwardMode.TARGET_VERIFY,
                 batch_size=rows,

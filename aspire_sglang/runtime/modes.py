@@ -55,10 +55,9 @@ class ModeScheduler:
         Returns:
             (verify or draft per request, KV tokens that a draft row of it reads).
         """
-        draft_kv = [
-            self._context.draft_kv(s + state.pending)
-            for s, state in zip(seq_lens, states, strict=True)
-        ]
+        draft_kv = self._context.draft_kv_many(
+            [s + state.pending for s, state in zip(seq_lens, states, strict=True)]
+        )
         rows = [
             RowState(
                 committed=s,

@@ -45,8 +45,10 @@ class _AdaptivePolicy:
     """What the rules have in common: first drafts, and probes where drafting does not pay.
 
     The first draft of a request has length ``first_draft`` whatever the rule says, as there is no
-    acceptance to go by (paper: 3), unless the rule would not draft at all. And where the best
-    length is 0 (plain decoding is fastest), every ``probe_interval``-th verify is preceded by a
+    acceptance to go by (paper: 3), unless the rule would not draft at all. Where several requests
+    are in their first draft, their lengths are spread from 1 to what the rule says, by slot:
+    requests that start together would verify together for long, and a step of verifies alone is
+    the dearest (ours). And where the best length is 0 (plain decoding is fastest), every ``probe_interval``-th verify is preceded by a
     probe of ``probe_length`` drafts: plain steps tell nothing about acceptance, so without probes
     a request that met one hard passage could decode plainly for good (ours). There is no probe
     where drafts are too slow to pay even if nearly all were accepted.
@@ -82,9 +84,11 @@ class _AdaptivePolicy:
         targets = rule.best_lengths(rates)
         drafting_on = rule.pays_to_draft_on(rates)
         probes = []
+        together = sum(row.verifies == 0 for row in rows) > 1
         for index, row in enumerate(rows):
             if targets[index] > 0 and row.verifies == 0:
-                targets[index] = min(self.first_draft, self.gamma_max)
+                spread = 1 + row.slot % targets[index]
+                targets[index] = spread if together else min(self.first_draft, self.gamma_max)
             elif targets[index] > 0:
                 targets[index] = row.pending + int(drafting_on[index])
             elif (row.verifies + 1) % self.probe_interval == 0:

@@ -44,6 +44,7 @@ class Target:
             page_size=1,
             spec_algorithm=None,
             decode_cuda_graph_runner=graphs,
+            capture_tail_hooks=[],
             attn_backend=SimpleNamespace(
                 steps=StepBuffers(3, 15, "cpu"),
                 drafts_vote=True,
@@ -59,12 +60,15 @@ class Target:
             return SimpleNamespace(next_token_ids=tokens.int())
         self.seen.append(forward_batch)
         ids = forward_batch.input_ids
-        return SimpleNamespace(
-            logits_output=SimpleNamespace(
-                next_token_logits=torch.nn.functional.one_hot((ids + 1) % VOCAB, VOCAB).float()
-            ),
-            can_run_cuda_graph=forward_batch.spec_info.ragged_verify_layout is not None,
+        output = SimpleNamespace(
+            next_token_logits=torch.nn.functional.one_hot((ids + 1) % VOCAB, VOCAB).float()
         )
+        layout = forward_batch.spec_info.ragged_verify_layout
+        if layout is not None:
+            places = min(layout.graph_num_tokens, self.model_runner.decode_cuda_graph_runner.max_bs)
+            for hook in self.model_runner.capture_tail_hooks:
+                hook(None, output, SimpleNamespace(batch_size=places), layout.graph_num_tokens)
+        return SimpleNamespace(logits_output=output, can_run_cuda_graph=layout is not None)
 
 
 def make(monkeypatch, tiers=None):
@@ -81,10 +85,12 @@ def make(monkeypatch, tiers=None):
     monkeypatch.setenv(
         "ASPIRE_CONFIG", "{scheduler: {policy: fixed, gamma: 3}, cost_profile: false}"
     )
-    args = SimpleNamespace(max_running_requests=3, speculative_num_steps=GAMMA)
+    args = SimpleNamespace(speculative_num_steps=GAMMA, random_seed=1)
     made = gpu_worker.GpuWorker(server_args=args, target_worker=Target(tiers))
     table = torch.arange(4 * WIDTH, dtype=torch.int32).view(4, WIDTH)
-    pool = SimpleNamespace(req_to_token=table, req_generation=torch.ones(4), size=3)
+    pool = SimpleNamespace(
+        req_to_token=table, req_generation=torch.ones(4, dtype=torch.int64), size=3
+    )
     made.alloc_memory_pool(
         req_to_token_pool=pool, token_to_kv_pool_allocator=SimpleNamespace(size=4 * WIDTH)
     )
