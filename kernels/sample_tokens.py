@@ -1,7 +1,7 @@
 """One token per query token of a mixed step: the argmax, or a sample that draft and target share.
 
 A sample is ``argmax(logit / T - log e)`` with one exponential variate ``e`` per token of the
-vocabulary (the Gumbel-max trick). It needs no softmax, no sum and no sort: the logits are read once.
+vocabulary (the Gumbel-max trick). It needs no softmax, no sum, no sort: logits are read once.
 The variates are a function of (key of the request, position, token), so the draft of a position and
 its verification meet the same ones: where their distributions are close they pick the same token.
 What is emitted is always the target's own sample, and noise of different positions is independent,

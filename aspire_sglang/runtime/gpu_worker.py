@@ -29,7 +29,7 @@ from aspire_sglang.runtime.batching import step_shape
 from aspire_sglang.runtime.device_sampler import DeviceSampler, choose_tokens, row_temperatures
 from aspire_sglang.runtime.device_state import DeviceState
 from aspire_sglang.runtime.draft_state import SlotState
-from aspire_sglang.runtime.gpu_graphs import TierLayout, tier_of
+from aspire_sglang.runtime.gpu_graphs import PlainGraphs, TierLayout, tier_of
 from aspire_sglang.runtime.results import FEEDBACK, VERIFIED_ROWS
 from aspire_sglang.runtime.spec_inputs import NextStepInput, StagedForwardInput
 from aspire_sglang.runtime.worker import AspireWorker
@@ -42,12 +42,14 @@ logger = logging.getLogger(__name__)
 class Staged:
     """A step whose rows and tokens are on the device.
 
-    ``layout``: the graph tier it was padded to, None for an eager step.
+    ``layout``: the graph tier it was padded to, None for an eager or a plain step. ``plain``: it
+    runs as plain decoding.
     """
 
     host: HostStep
     view: StepView
     layout: TierLayout | None
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Feedback:
     started: Any
     ended: Any
     graph: bool
+    plain: bool
 
     def __call__(self, accept_lens: list[int]) -> None:
         """Feed estimators, cost model and counters; the step has ended."""
@@ -75,13 +78,16 @@ class Feedback:
             if not req.finished():
                 worker.telemetry.verified(req.rid, drafts, length - 1)
         seconds = self.started.elapsed_time(self.ended) / 1e3
-        worker.cost.observe(self.shape, seconds)
+        if not self.plain:
+            # The model is of mixed steps: a plain one of the same shape runs in other graphs.
+            worker.cost.observe(self.shape, seconds)
         worker.telemetry.step(
             drafts=self.num_drafts,
             verifies=len(self.verified),
             tokens=self.shape.tokens,
             seconds=seconds,
             graph=self.graph,
+            plain=self.plain,
         )
 
 
@@ -92,6 +98,12 @@ class GpuWorker(AspireWorker):
         super().__init__(server_args=server_args, target_worker=target_worker, **kwargs)
         # Choosing the next tokens belongs to the captured forward: it saves its launches.
         target_worker.model_runner.capture_tail_hooks.append(self._choose_in_graph)
+        self._plain_graphs: PlainGraphs | None = None
+
+    def init_cuda_graphs(self) -> None:
+        if self.model_runner.decode_cuda_graph_runner is not None:
+            self._plain_graphs = PlainGraphs(self.model_runner)
+        super().init_cuda_graphs()
 
     def alloc_memory_pool(self, req_to_token_pool: Any = None, **kwargs: Any) -> None:
         super().alloc_memory_pool(req_to_token_pool=req_to_token_pool, **kwargs)
@@ -134,7 +146,7 @@ class GpuWorker(AspireWorker):
             temperature = row_temperatures(params)
             keys = np.array([state.noise_key for state in states], dtype=np.uint64)
         step = HostStep.build(slots, pending, verify, temperature, keys)
-        staged = self.stage(step, batch.seq_lens)
+        staged = self._stage_plain(step, batch.seq_lens) or self.stage(step, batch.seq_lens)
         shape = step_shape(seq_lens, pending, verify, draft_kv)
         forward = self._forward_staged(batch, staged)
         logits = forward.logits_output.next_token_logits[: staged.host.num_tokens]
@@ -155,11 +167,24 @@ class GpuWorker(AspireWorker):
             step: what the host decided.
             seq_lens: ``[bs]`` int64 on the device, tokens with final KV.
         """
-        backend, state = self.model_runner.attn_backend, self.device_state
-        runner = self.model_runner.decode_cuda_graph_runner
         count = len(step.order)
-        tier = tier_of(runner, count, step.num_tokens)
+        tier = tier_of(self.model_runner.decode_cuda_graph_runner, count, step.num_tokens)
         rows, tokens = tier or (count, step.num_tokens)
+        view = self._lay_out(step, rows, tokens, seq_lens)
+        return Staged(step, view, TierLayout(count, tokens) if tier else None)
+
+    def _stage_plain(self, step: HostStep, seq_lens: torch.Tensor) -> Staged | None:
+        """Put a step of plain rows on the device; None if it is not one or no graph holds it."""
+        count = len(step.order)
+        if self._plain_graphs is None or step.num_drafts or step.num_tokens > count:
+            return None
+        places = self._plain_graphs.places(count)
+        if places is None:
+            return None
+        return Staged(step, self._lay_out(step, places, places, seq_lens), None, plain=True)
+
+    def _lay_out(self, step: HostStep, rows: int, tokens: int, seq_lens: torch.Tensor) -> StepView:
+        backend, state = self.model_runner.attn_backend, self.device_state
         packed = pack_step(step, rows, tokens, drafts_vote=backend.drafts_vote)
         view = backend.steps.load(packed, rows, tokens)
         lay_out_step(
@@ -179,14 +204,34 @@ class GpuWorker(AspireWorker):
             view.row_lens,
             view.context_lens,
         )
-        return Staged(step, view, TierLayout(count, tokens) if tier else None)
+        return view
 
     def _forward_staged(self, batch: Any, staged: Staged) -> GenerationBatchResult:
         # SGLang snapshots the batch around this call, so it may be rebound freely.
+        if staged.plain:
+            return self._forward_plain(batch, staged)
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.input_ids = staged.view.input_ids
         batch.out_cache_loc = staged.view.out_cache_loc
         batch.spec_info = StagedForwardInput(staged.view.positions, staged.layout)
+        return self._run(batch)
+
+    def _forward_plain(self, batch: Any, staged: Staged) -> GenerationBatchResult:
+        assert self._plain_graphs is not None
+        count, final = len(staged.host.order), batch.seq_lens
+        batch.forward_mode = ForwardMode.DECODE
+        batch.input_ids = staged.view.input_ids[:count]
+        batch.out_cache_loc = staged.view.out_cache_loc[:count]
+        batch.spec_info = None
+        # Plain decoding counts the token whose KV it writes.
+        batch.seq_lens = final + 1
+        batch.seq_lens_cpu = batch.seq_lens_sum = None
+        with self._plain_graphs.in_use():
+            forward = self._run(batch)
+        batch.seq_lens = final
+        return forward
+
+    def _run(self, batch: Any) -> GenerationBatchResult:
         forward_batch = ForwardBatch.init_new(
             batch,
             self.model_runner,
@@ -235,7 +280,14 @@ class GpuWorker(AspireWorker):
             states[row].pending += 1
             states[row].age += 1
         feedback = Feedback(
-            self, shape, host.num_drafts, verified, started, ended, forward.can_run_cuda_graph
+            self,
+            shape,
+            host.num_drafts,
+            verified,
+            started,
+            ended,
+            forward.can_run_cuda_graph,
+            staged.plain,
         )
         setattr(result, VERIFIED_ROWS, rows)
         setattr(result, FEEDBACK, feedback)

@@ -88,7 +88,7 @@ def test_all_draft():
 
 
 def test_draft_and_verify_of_a_position_meet_the_same_noise():
-    """Equal logits, key and position give the equal token: a draft that equals the target passes."""
+    """Equal logits, key and position give the same token: a draft like the target passes."""
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3))
     params = params_of([False] * 2)
     found = []

@@ -74,6 +74,7 @@ class Target:
 def make(monkeypatch, tiers=None):
     monkeypatch.setattr(worker, "verify_hooks", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(gpu_worker, "PlainGraphs", lambda runner: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(
         gpu_worker.ForwardBatch,
@@ -108,7 +109,9 @@ class Batch:
                 output_ids=[],
                 to_finish=None,
                 finished=lambda: False,
-                sampling_params=SimpleNamespace(max_new_tokens=new_tokens),
+                sampling_params=SimpleNamespace(
+                    max_new_tokens=new_tokens, top_k=1, temperature=1.0
+                ),
             )
             for i, length in enumerate(prompts)
         ]
