@@ -10,6 +10,7 @@ count.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import multiprocessing
 import os
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import gpu_probe
 
 STOCK_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
 # Tiers of gamma 16: 17 tokens times these.
@@ -39,16 +42,31 @@ SMALL = {"max_running_requests": 16, "max_total_tokens": 200_000}
 EAGER = {"disable_cuda_graph": True, "disable_overlap_schedule": True}
 STAGGERED = "{scheduler: {policy: staggered, gamma: 6}}"
 COVERED = "{context: {ratio: 1.0}, scheduler: {policy: staggered, gamma: 6}}"
+# Sparse contexts so small that many drafts are rejected.
+TINY = "{context: {min_pages: 10, ratio: 0.01}, scheduler: {policy: staggered, gamma: 6}}"
 
-# name: engine arguments, ASPIRE configuration. The first is what texts are compared with.
-VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
-    "stock": (STOCK, ""),
-    "aspire": (ASPIRE, os.environ.get("ASPIRE_BENCH_CONFIG", "")),
-    "eager": ({**ASPIRE, **SMALL, **EAGER}, STAGGERED),
-    "graphs": ({**ASPIRE, **SMALL, "disable_overlap_schedule": True}, STAGGERED),
-    "overlap": ({**ASPIRE, **SMALL}, STAGGERED),
-    "covered": ({**ASPIRE, **SMALL, "page_size": 16}, COVERED),
-    "plain": ({**STOCK, "attention_backend": "aspire"}, ""),
+# name: engine arguments, ASPIRE configuration, environment. The first is what texts are compared
+# with.
+VARIANTS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
+    "stock": (STOCK, "", {}),
+    "aspire": (ASPIRE, os.environ.get("ASPIRE_BENCH_CONFIG", ""), {}),
+    "eager": ({**ASPIRE, **SMALL, **EAGER}, STAGGERED, {}),
+    "graphs": ({**ASPIRE, **SMALL, "disable_overlap_schedule": True}, STAGGERED, {}),
+    "overlap": ({**ASPIRE, **SMALL}, STAGGERED, {}),
+    "covered": ({**ASPIRE, **SMALL}, COVERED, {}),
+    "page16": ({**ASPIRE, **SMALL, "page_size": 16}, STAGGERED, {}),
+    "page64": (
+        {**ASPIRE, **SMALL, "page_size": 64},
+        "{context: {page_size: 64}, scheduler: {policy: staggered, gamma: 6}}",
+        {},
+    ),
+    "tiny": ({**ASPIRE, **SMALL}, TINY, {}),
+    "broken": ({**ASPIRE, **SMALL}, TINY, {"PROBE_BREAK": "1"}),
+    "stock_whole": ({**STOCK, **SMALL}, "", {"PROBE_SPLITS": "1"}),
+    "whole": ({**ASPIRE, **SMALL}, STAGGERED, {"PROBE_SPLITS": "1"}),
+    "half": ({**ASPIRE, **SMALL, "dtype": "float16"}, STAGGERED, {}),
+    "stock_half": ({**STOCK, **SMALL, "dtype": "float16"}, "", {}),
+    "plain": ({**STOCK, "attention_backend": "aspire"}, "", {}),
 }
 
 
@@ -62,8 +80,17 @@ def serve(name: str, model: str, room: int, log: str, pipe: Any) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    arguments, config = VARIANTS[name]
-    os.environ["ASPIRE_CONFIG"] = config
+    arguments, config, environment = VARIANTS[name]
+    # Through a file, so that the settings can change while the engine runs.
+    file = Path(f"{log}.yaml")
+    file.write_text(config)
+    os.environ.update(environment, ASPIRE_CONFIG=str(file))
+    probe = Path(f"{log}.probe")
+    gpu_probe.install(probe)
+    root = str(Path(__file__).resolve().parents[1])
+    places = [str(probe), root, os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(place for place in places if place)
+    sys.path[:0] = places[:2]
     try:
         import sglang
 
@@ -84,12 +111,41 @@ def serve(name: str, model: str, room: int, log: str, pipe: Any) -> None:
         while (request := pipe.recv()) is not None:
             method, given = request
             start = time.perf_counter()
-            answer = getattr(engine, method)(**given)
+            if method == "configure":
+                answer = _configure(engine, file, **given)
+            elif method == "arrivals":
+                answer = engine.loop.run_until_complete(_arrivals(engine, **given))
+            else:
+                answer = getattr(engine, method)(**given)
             pipe.send((answer, time.perf_counter() - start))
         engine.shutdown()
     except BaseException:
         pipe.send(("failed", traceback.format_exc()))
         raise
+
+
+def _configure(engine: Any, file: Path, text: str) -> bool:
+    """Let a running engine take other ASPIRE settings."""
+    from sglang.srt.managers.io_struct import SetInternalStateReq
+
+    file.write_text(text)
+    request = SetInternalStateReq(server_args={"aspire_reload_config": 1})
+    done = engine.loop.run_until_complete(engine.tokenizer_manager.set_internal_state(request))
+    return all(done)
+
+
+async def _arrivals(
+    engine: Any, prompts: list[list[int]], delays: list[float], params: dict[str, Any]
+) -> list[float]:
+    """Requests that arrive one after another; the latency of each in seconds."""
+
+    async def one(ids: list[int], delay: float) -> float:
+        await asyncio.sleep(delay)
+        start = time.perf_counter()
+        await engine.async_generate(input_ids=ids, sampling_params=params)
+        return time.perf_counter() - start
+
+    return await asyncio.gather(*map(one, prompts, delays))
 
 
 class Variant:
