@@ -38,7 +38,7 @@ ASPIRE: dict[str, Any] = {
     "speculative_algorithm": "ASPIRE",
     "cuda_graph_bs_decode": ASPIRE_SIZES,
 }
-SMALL = {"max_running_requests": 16, "max_total_tokens": 200_000}
+SMALL = {"max_running_requests": 16, "max_total_tokens": 130_000}
 EAGER = {"disable_cuda_graph": True, "disable_overlap_schedule": True}
 STAGGERED = "{scheduler: {policy: staggered, gamma: 6}}"
 COVERED = "{context: {ratio: 1.0}, scheduler: {policy: staggered, gamma: 6}}"
@@ -113,8 +113,9 @@ def serve(name: str, model: str, room: int, log: str, pipe: Any) -> None:
             start = time.perf_counter()
             if method == "configure":
                 answer = _configure(engine, file, **given)
-            elif method == "arrivals":
-                answer = engine.loop.run_until_complete(_arrivals(engine, **given))
+            elif method in ("arrivals", "profiled"):
+                task = _arrivals if method == "arrivals" else _profiled
+                answer = engine.loop.run_until_complete(task(engine, **given))
             else:
                 answer = getattr(engine, method)(**given)
             pipe.send((answer, time.perf_counter() - start))
@@ -146,6 +147,31 @@ async def _arrivals(
         return time.perf_counter() - start
 
     return await asyncio.gather(*map(one, prompts, delays))
+
+
+async def _profiled(
+    engine: Any,
+    prompts: list[list[int]],
+    params: dict[str, Any],
+    wait: float,
+    folder: str,
+    steps: int,
+) -> None:
+    """Trace ``steps`` steps, ``wait`` seconds after the requests came."""
+    from sglang.srt.managers.io_struct import ProfileReq, ProfileReqType
+
+    work = asyncio.create_task(engine.async_generate(input_ids=prompts, sampling_params=params))
+    await asyncio.sleep(wait)
+    request = ProfileReq(
+        req_type=ProfileReqType.START_PROFILE,
+        output_dir=folder,
+        num_steps=steps,
+        activities=["GPU"],
+        with_stack=False,
+        record_shapes=False,
+    )
+    await engine.tokenizer_manager.start_profile(request)
+    await work
 
 
 class Variant:
@@ -182,6 +208,24 @@ class Variant:
             return None
         self.pipe.send((method, given))
         return self.receive(timeout)
+
+    def ask(self, method: str, timeout: float = 200.0, **given: Any) -> Any:
+        """The answer alone.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        answer = self.call(method, timeout, **given)
+        if answer is None:
+            raise RuntimeError(f"{self.name} did not answer")
+        return answer[0]
+
+    def answers(
+        self, prompts: list[list[int]], tokens: int, temperature: float = 0.0, **given: Any
+    ) -> Any:
+        """What :meth:`generate` answers, without its time."""
+        params = {"max_new_tokens": tokens, "temperature": temperature, "ignore_eos": True}
+        return self.ask("generate", input_ids=prompts, sampling_params=params, **given)
 
     def generate(
         self, prompts: list[list[int]], tokens: int, temperature: float = 0.0, **given: Any

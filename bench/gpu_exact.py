@@ -25,7 +25,7 @@ Texts = list[list[int]]
 
 def compare_texts(ours: list[Any], theirs: list[Any]) -> dict[str, Any]:
     """Answers to the same prompts; ``theirs`` with the two best log-probabilities per token."""
-    splits = []
+    splits: list[dict[str, Any]] = []
     for text, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         a, b = mine["output_ids"], other["output_ids"]
         at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
@@ -58,8 +58,8 @@ def score(stock: Any, prompts: Texts, answers: list[Any]) -> list[float]:
     these tokens in the pool.
     """
     texts = [p + a["output_ids"] for p, a in zip(prompts, answers, strict=True)]
-    stock.call("flush_cache")
-    reply = stock.call(
+    stock.ask("flush_cache")
+    reply = stock.ask(
         "generate",
         input_ids=texts,
         sampling_params={"max_new_tokens": 1, "temperature": 0.0},
@@ -69,7 +69,7 @@ def score(stock: Any, prompts: Texts, answers: list[Any]) -> list[float]:
     )
     return [
         max(gaps(one["meta_info"], answer["output_ids"]))
-        for one, answer in zip(reply[0], answers, strict=True)
+        for one, answer in zip(reply, answers, strict=True)
     ]
 
 
@@ -82,7 +82,7 @@ def save_kv(variant: Any, prompts: Texts, answers: list[Any], path: Path) -> Non
     """KV of the answers' tokens, as the engine holds it now."""
     texts = [p + a["output_ids"] for p, a in zip(prompts, answers, strict=True)]
     starts = [len(p) for p in prompts]
-    variant.call("collective_rpc", method="probe_kv", texts=texts, starts=starts, path=str(path))
+    variant.ask("collective_rpc", method="probe_kv", texts=texts, starts=starts, path=str(path))
 
 
 def kv_errors(path: Path, reference: Path) -> dict[str, Any]:
@@ -118,33 +118,33 @@ def kv_errors(path: Path, reference: Path) -> dict[str, Any]:
 def sampled(variant: Any, prompt: list[int], count: int, params: dict[str, Any]) -> np.ndarray:
     """``[count, 3]`` first tokens of independent answers to one prompt."""
     given = {"max_new_tokens": 3, "ignore_eos": True, **params}
-    variant.call("generate", input_ids=[prompt], sampling_params={**given, "max_new_tokens": 1})
-    reply = variant.call(
+    variant.ask("generate", input_ids=[prompt], sampling_params={**given, "max_new_tokens": 1})
+    reply = variant.ask(
         "generate", timeout=200.0, input_ids=[prompt] * count, sampling_params=given
     )
-    return np.array([answer["output_ids"] for answer in reply[0]])
+    return np.array([answer["output_ids"] for answer in reply])
 
 
-def chi_square(stock: Any, prompt: list[int], tokens: np.ndarray) -> list[dict[str, float]]:
+def chi_square(stock: Any, prompt: list[int], tokens: np.ndarray) -> list[dict[str, Any]]:
     """Second tokens after the commonest first, third after the commonest two, at temperature 1.
 
     The 30 likeliest tokens by stock's exact probabilities, the rest pooled.
     """
     from scipy import stats
 
-    found = []
+    found: list[dict[str, Any]] = []
     for depth in (1, 2):
         heads = Counter(map(tuple, tokens[:, :depth].tolist()))
         head, _ = heads.most_common(1)[0]
         rows = tokens[(tokens[:, :depth] == np.array(head)).all(axis=1)]
-        reply = stock.call(
+        reply = stock.ask(
             "generate",
             input_ids=[prompt + list(head)],
             sampling_params={"max_new_tokens": 1, "temperature": 1.0},
             return_logprob=True,
             top_logprobs_num=30,
         )
-        top = reply[0][0]["meta_info"]["output_top_logprobs"][0]
+        top = reply[0]["meta_info"]["output_top_logprobs"][0]
         probs = np.exp([entry[0] for entry in top])
         ids = [entry[1] for entry in top]
         counts = Counter(rows[:, depth].tolist())
@@ -172,11 +172,11 @@ def chi_square(stock: Any, prompt: list[int], tokens: np.ndarray) -> list[dict[s
     return found
 
 
-def two_samples(ours: np.ndarray, theirs: np.ndarray) -> list[dict[str, float]]:
+def two_samples(ours: np.ndarray, theirs: np.ndarray) -> list[dict[str, Any]]:
     """The same places, against samples of stock where filters make exact probabilities awkward."""
     from scipy import stats
 
-    found = []
+    found: list[dict[str, Any]] = []
     for depth in (1, 2):
         head, _ = Counter(map(tuple, ours[:, :depth].tolist())).most_common(1)[0]
         sides = [rows[(rows[:, :depth] == np.array(head)).all(axis=1)] for rows in (ours, theirs)]

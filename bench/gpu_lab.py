@@ -73,7 +73,7 @@ def texts(lab: Lab) -> dict[str, Any]:
     """Greedy texts against stock, their scores by stock, and the KV they left."""
     stock, count = lab.engines["stock"], 16
     prompts, folder = lab.mixed_lengths(count), lab.options.out
-    asked = stock.generate(prompts, NEW_TOKENS, return_logprob=True, top_logprobs_num=2)[0]
+    asked = stock.answers(prompts, NEW_TOKENS, return_logprob=True, top_logprobs_num=2)
     gpu_exact.save_kv(stock, prompts, asked, folder / "stock.kv")
     plain = gpu_exact.score(stock, prompts, asked)
     gpu_exact.save_kv(stock, prompts, asked, folder / "reference.kv")
@@ -87,14 +87,14 @@ def texts(lab: Lab) -> dict[str, Any]:
     references = {"stock": asked}
     for name in lab.engines:
         if name.startswith("stock_"):
-            references[name] = lab.engines[name].generate(
+            references[name] = lab.engines[name].answers(
                 prompts, NEW_TOKENS, return_logprob=True, top_logprobs_num=2
-            )[0]
+            )
             found[name] = gpu_exact.compare_texts(references[name], asked)
             lab.say(f"{name}: {found[name]['same']} of {count} like stock")
     for name, engine in lab.speculative().items():
         before = engine.counters()
-        answers = engine.generate(prompts, NEW_TOKENS)[0]
+        answers = engine.answers(prompts, NEW_TOKENS)
         counters = gpu_engine._difference(before, engine.counters())
         own = references.get(f"stock_{name}", asked)
         entry = gpu_exact.compare_texts(answers, own)
@@ -103,7 +103,7 @@ def texts(lab: Lab) -> dict[str, Any]:
         entry["gaps"] = gpu_exact.score(stock, prompts, answers)
         gpu_exact.save_kv(stock, prompts, answers, folder / "reference.kv")
         entry["kv"] = gpu_exact.kv_errors(folder / f"{name}.kv", folder / "reference.kv")
-        again = engine.generate(prompts, NEW_TOKENS)[0]
+        again = engine.answers(prompts, NEW_TOKENS)
         entry["repeat_same"] = sum(
             a["output_ids"] == b["output_ids"] for a, b in zip(answers, again, strict=True)
         )
@@ -122,14 +122,14 @@ def texts(lab: Lab) -> dict[str, Any]:
 def scores(lab: Lab) -> dict[str, Any]:
     """Rule I5 on 64 prompts: stock judges stock's texts and ASPIRE's."""
     stock, prompts = lab.engines["stock"], lab.mixed_lengths(64)
-    asked = stock.generate(prompts, NEW_TOKENS, return_logprob=True, top_logprobs_num=2)[0]
+    asked = stock.answers(prompts, NEW_TOKENS, return_logprob=True, top_logprobs_num=2)
     plain = gpu_exact.score(stock, prompts, asked)
     tau = gpu_exact.allowed_gap(plain)
     found: dict[str, Any] = {"tau": tau, "stock": {"gaps": plain}}
     lab.say(f"tau {tau:.3f} from stock's {max(plain):.3f}")
     for name in lab.options.scored:
         engine = lab.engines[name]
-        answers = engine.generate(prompts, NEW_TOKENS)[0]
+        answers = engine.answers(prompts, NEW_TOKENS)
         entry = gpu_exact.compare_texts(answers, asked)
         entry["gaps"] = gpu_exact.score(stock, prompts, answers)
         entry["consistent"] = sum(gap <= tau for gap in entry["gaps"])
@@ -188,7 +188,7 @@ def _rates(
     found: dict[str, Any] = {}
     for name in ["stock", *(settings or lab.options.settings)]:
         engine = stock if name == "stock" else aspire
-        if engine is aspire and not aspire.call("configure", text=SETTINGS.get(name, name))[0]:
+        if engine is aspire and not aspire.ask("configure", text=SETTINGS.get(name, name)):
             raise ValueError(f"settings {name} were not taken")
         measured = gpu_engine.measure(
             [engine], prompts, tuple(lab.options.new_tokens), repeats, temperature
@@ -228,9 +228,9 @@ def arrivals(lab: Lab) -> dict[str, Any]:
         engine.generate(prompts, 1)
         runs = []
         for _ in range(2):
-            latencies, seconds = engine.call(
-                "arrivals", prompts=prompts, delays=delays, params=params
-            )
+            start = time.perf_counter()
+            latencies = engine.ask("arrivals", prompts=prompts, delays=delays, params=params)
+            seconds = time.perf_counter() - start
             runs.append(
                 {
                     "seconds": seconds,
@@ -264,15 +264,10 @@ def _profiled(
     folder = lab.options.out / f"trace-{time.time_ns()}"
     engine.generate(prompts, 1)
     steps = 30
-    # Steps count from here; the prefill that finds everything in the cache is one or two of them.
-    engine.call(
-        "start_profile",
-        output_dir=str(folder),
-        num_steps=steps,
-        start_step=40,
-        activities=["GPU"],
+    params = {"max_new_tokens": 160, "temperature": temperature, "ignore_eos": True}
+    engine.ask(
+        "profiled", prompts=prompts, params=params, wait=0.35, folder=str(folder), steps=steps
     )
-    engine.generate(prompts, 100, temperature)
     deadline = time.perf_counter() + 30
     while not (files := list(folder.rglob("*.trace.json.gz"))) and time.perf_counter() < deadline:
         time.sleep(0.5)
