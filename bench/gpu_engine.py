@@ -203,13 +203,15 @@ class Variant:
             return None
         return answer, seconds
 
-    def call(self, method: str, timeout: float = 100.0, **given: Any) -> tuple[Any, float] | None:
+    def call(
+        self, method: str, /, timeout: float = 100.0, **given: Any
+    ) -> tuple[Any, float] | None:
         if not self.alive:
             return None
         self.pipe.send((method, given))
         return self.receive(timeout)
 
-    def ask(self, method: str, timeout: float = 200.0, **given: Any) -> Any:
+    def ask(self, method: str, /, timeout: float = 200.0, **given: Any) -> Any:
         """The answer alone.
 
         Raises:
