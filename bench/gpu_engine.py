@@ -64,7 +64,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
     "broken": ({**ASPIRE, **SMALL}, TINY, {"PROBE_BREAK": "1"}),
     "stock_whole": ({**STOCK, **SMALL}, "", {"PROBE_SPLITS": "1"}),
     "whole": ({**ASPIRE, **SMALL}, STAGGERED, {"PROBE_SPLITS": "1"}),
+    # float16 rounds logits eight times finer than bfloat16: distributions can be told apart.
     "half": ({**ASPIRE, **SMALL, "dtype": "float16"}, STAGGERED, {}),
+    "half_tiny": ({**ASPIRE, **SMALL, "dtype": "float16"}, TINY, {}),
     "stock_half": ({**STOCK, **SMALL, "dtype": "float16"}, "", {}),
     "plain": ({**STOCK, "attention_backend": "aspire"}, "", {}),
 }

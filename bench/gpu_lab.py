@@ -96,7 +96,7 @@ def texts(lab: Lab) -> dict[str, Any]:
         before = engine.counters()
         answers = engine.answers(prompts, NEW_TOKENS)
         counters = gpu_engine._difference(before, engine.counters())
-        own = references.get(f"stock_{name}", asked)
+        own = references.get(f"stock_{name.removesuffix('_tiny')}", asked)
         entry = gpu_exact.compare_texts(answers, own)
         entry["counters"] = counters
         gpu_exact.save_kv(engine, prompts, answers, folder / f"{name}.kv")
@@ -143,8 +143,8 @@ def scores(lab: Lab) -> dict[str, Any]:
 
 def distributions(lab: Lab) -> dict[str, Any]:
     """Sampled tokens at temperature 1 against exact probabilities, filtered ones against stock."""
-    stock, prompt = lab.engines["stock"], lab.prompts[3][:2000]
-    filtered = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    stock, prompt = lab.engines.get("stock_half") or lab.engines["stock"], lab.prompts[3][:2000]
+    filtered = {"temperature": 1.2, "top_p": 0.9, "top_k": 20}
     theirs = gpu_exact.sampled(stock, prompt, 4000, filtered)
     plain = gpu_exact.sampled(stock, prompt, 6000, {"temperature": 1.0})
     found: dict[str, Any] = {"stock": {"exact": gpu_exact.chi_square(stock, prompt, plain)}}

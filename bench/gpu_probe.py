@@ -46,7 +46,8 @@ def load() -> None:
 def probe_kv(scheduler: Any, texts: list[list[int]], starts: list[int], path: str) -> None:
     """Save keys and values of the cached texts, from position ``starts[i]`` on, to ``path``.
 
-    A list of ``[2, layers, tokens, heads, dim]`` tensors. The last token of a text has no KV.
+    A list of ``[2, layers, tokens, heads, dim]`` tensors. The last token of a text has no KV, and
+    only whole pages are cached.
     """
     import torch
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
@@ -57,7 +58,7 @@ def probe_kv(scheduler: Any, texts: list[list[int]], starts: list[int], path: st
     for ids, start in zip(texts, starts, strict=True):
         key = RadixKey(array("q", ids))
         slots = scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key)).device_indices
-        if len(slots) < len(ids) - 1:
+        if len(slots) < len(ids) - scheduler.page_size:
             raise ValueError(f"{len(slots)} of {len(ids)} tokens are cached")
         slots = slots[start : len(ids) - 1].long()
         layers = range(pool.layer_num)
