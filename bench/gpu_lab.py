@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import io
 import json
 import os
+import pstats
 import sys
 import time
 import traceback
@@ -293,6 +295,41 @@ def _profiled(
     }
 
 
+def host(lab: Lab) -> dict[str, Any]:
+    """What the scheduler's thread does in a step, by Python's profiler, which slows it down."""
+    found = {}
+    for temperature in lab.options.temperatures:
+        for count in lab.options.requests:
+            for name in ("stock", *lab.options.settings):
+                engine = lab.engines.get("stock" if name == "stock" else "aspire")
+                if engine is None:
+                    continue
+                if name != "stock":
+                    engine.ask("configure", text=SETTINGS.get(name, name))
+                key = f"{name}, {count} x {lab.options.prompt_tokens}, temperature {temperature}"
+                found[key] = _host_profile(lab, engine, lab.prompts[:count], temperature)
+                lab.say(f"{key}\n{found[key]}")
+    return found
+
+
+def _host_profile(
+    lab: Lab, engine: gpu_engine.Variant, prompts: list[list[int]], temperature: float
+) -> str:
+    path = lab.options.out / f"host-{time.time_ns()}.prof"
+    engine.answers(prompts, 1)
+    engine.ask("collective_rpc", method="probe_host", path=None)
+    before = engine.counters()
+    engine.answers(prompts, 96, temperature)
+    engine.ask("collective_rpc", method="probe_host", path=str(path))
+    steps = engine.counters().get("decode_steps", 0) - before.get("decode_steps", 0)
+    text = io.StringIO()
+    stats = pstats.Stats(str(path), stream=text)
+    stats.sort_stats("tottime").print_stats(45)
+    stats.sort_stats("cumtime").print_stats(60)
+    lines = [line for line in text.getvalue().splitlines() if line.strip()]
+    return f"{steps} decode steps\n" + "\n".join(line[-150:] for line in lines)
+
+
 _GROUPS = (
     ("flash", "attention"),
     ("combine", "attention"),
@@ -329,7 +366,7 @@ def _group(name: str) -> str:
 
 PHASES = {
     phase.__name__: phase
-    for phase in (texts, scores, distributions, timed, short, arrivals, profile)
+    for phase in (texts, scores, distributions, timed, short, arrivals, profile, host)
 }
 
 

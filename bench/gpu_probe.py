@@ -3,7 +3,7 @@
 SGLang finds it through an entry point that :func:`install` writes into a folder for the path of one
 engine; nothing of it is installed. What it does is chosen by environment variables:
 
-* always: the scheduler answers the remote call ``probe_kv``;
+* always: the scheduler answers the remote calls ``probe_kv`` and ``probe_host``;
 * ``PROBE_SPLITS=1``: FlashAttention reads every context in one piece, in stock SGLang and ASPIRE;
 * ``PROBE_BREAK=1``: verify rows leave the KV that draft rows wrote, the fault that a check of the
   KV has to find;
@@ -13,6 +13,7 @@ engine; nothing of it is installed. What it does is chosen by environment variab
 
 from __future__ import annotations
 
+import cProfile
 import inspect
 import os
 from array import array
@@ -35,6 +36,7 @@ def load() -> None:
     from sglang.srt.managers.scheduler import Scheduler
 
     Scheduler.probe_kv = probe_kv
+    Scheduler.probe_host = probe_host
     if os.environ.get("PROBE_SPLITS"):
         _read_in_one_piece()
     if os.environ.get("PROBE_BREAK"):
@@ -66,6 +68,16 @@ def probe_kv(scheduler: Any, texts: list[list[int]], starts: list[int], path: st
         values = torch.stack([pool.get_value_buffer(layer)[slots] for layer in layers])
         found.append(torch.stack([keys, values]).cpu())
     torch.save(found, path)
+
+
+def probe_host(scheduler: Any, path: str | None) -> None:
+    """Start Python's profiler in the scheduler; with a path, stop it and save what it found."""
+    if path is None:
+        scheduler.probe_profile = cProfile.Profile()
+        scheduler.probe_profile.enable()
+        return
+    scheduler.probe_profile.disable()
+    scheduler.probe_profile.dump_stats(path)
 
 
 def _read_in_one_piece() -> None:
