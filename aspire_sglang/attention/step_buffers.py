@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -68,6 +69,7 @@ class StepBuffers:
     """Memory for one step at a time; steps follow each other on one stream.
 
     Attributes:
+        view: ``(rows, tokens)`` to the buffers of a step of that size.
         partial: scratch of :func:`aspire_sglang.kernels.sample_tokens.sample_tokens`.
 
     Args:
@@ -91,8 +93,10 @@ class StepBuffers:
         self._out_cache_loc = zeros(max_tokens, torch.int64)
         self._next_tokens = zeros(max_tokens, torch.int64)
         self.partial = zeros(partial_size(max_tokens), torch.int64)
+        # Eighteen slices a step are worth remembering; graphs come back to the same few sizes.
+        self.view = lru_cache(maxsize=512)(self._view)
 
-    def view(self, rows: int, tokens: int) -> StepView:
+    def _view(self, rows: int, tokens: int) -> StepView:
         """The buffers of a step; equal sizes give equal addresses.
 
         Raises:

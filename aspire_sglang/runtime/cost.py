@@ -22,6 +22,10 @@ _WORST_MEDIAN_ERROR = 0.25
 _PROFILE_TRIES = 3
 
 
+# Multiples of it, modulo 1, never fall in step with a schedule of any period.
+_GOLDEN = (5.0**0.5 - 1.0) / 2.0
+
+
 class RunningCost:
     """Predicts the time of a step and learns from the measured ones."""
 
@@ -52,14 +56,22 @@ class RunningCost:
         self._quality = base.quality
         self._online = OnlineCostModel(base, spread=3.0 if samples else math.inf)
         self._steps = 0
+        self._seen = 0.0
         self._error_sum = 0.0
 
     @property
     def model(self) -> CostModel:
         return self._online.model
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        """Correct the model by a measured step."""
+    def observe(self, shape: StepShape, seconds: float, share: float = 1.0) -> None:
+        """Correct the model by a measured step.
+
+        ``share``: of the steps that are used at all, spread evenly over every period that steps
+        may have; for steps so short that learning from each costs too much.
+        """
+        self._seen = (self._seen + _GOLDEN) % 1.0
+        if self._seen >= share:
+            return
         self._steps += 1
         self._error_sum += abs(self.model.predict(shape) / seconds - 1.0)
         self._online.correct(shape, seconds)

@@ -79,6 +79,7 @@ class DeviceSampler:
         sampling_info: Any,
         params: Sequence[Any],
         *,
+        filtered: bool,
         chosen: bool,
     ) -> DeviceAccepted:
         """Extend the drafts of draft rows and judge the drafts of verify rows.
@@ -89,9 +90,10 @@ class DeviceSampler:
             logits: ``[T, V]`` rows of the step's query tokens, without padding.
             sampling_info: SGLang's ``SamplingBatchInfo``, in batch order.
             params: SGLang's ``SamplingParams`` of each request, in batch order.
+            filtered: some request keeps only part of the vocabulary, see :class:`RequestSampling`.
             chosen: :func:`choose_tokens` was part of the forward.
         """
-        if any(_filters(p) for p in params):
+        if filtered:
             self._choose_filtered(step, view, logits, device_rows(sampling_info, params))
         elif not chosen:
             choose_tokens(self._steps, view, logits)
@@ -128,9 +130,30 @@ class DeviceSampler:
         return DeviceAccepted(tokens[step.num_drafts :], accept_lens[step.num_drafts :])
 
 
-def row_temperatures(params: Sequence[Any]) -> np.ndarray:
-    """Temperature per request, 0 where it decodes greedily; ``[n]`` float32."""
-    return np.fromiter((0.0 if _greedy(p) else p.temperature for p in params), dtype=np.float32)
+class RequestSampling:
+    """What the host knows of the sampling of each request, by slot of the request pool.
+
+    Attributes:
+        temperature: ``[num_slots]`` float32, 0 where the request decodes greedily.
+        filtered: ``[num_slots]`` bool, whether it samples from part of the vocabulary only.
+        keys: ``[num_slots]`` uint64, names of the noise of its samples.
+
+    Args:
+        num_slots: request slots.
+        seed: of the keys; tensor-parallel ranks must share it.
+    """
+
+    def __init__(self, num_slots: int, seed: int | None) -> None:
+        self.temperature = np.zeros(num_slots, dtype=np.float32)
+        self.filtered = np.zeros(num_slots, dtype=bool)
+        self.keys = np.zeros(num_slots, dtype=np.uint64)
+        self._random = np.random.default_rng(seed)
+
+    def set(self, slot: int, params: Any) -> None:
+        """A request with these ``SamplingParams`` starts in ``slot``."""
+        self.temperature[slot] = 0.0 if _greedy(params) else params.temperature
+        self.filtered[slot] = _filters(params)
+        self.keys[slot] = self._random.integers(0, 1 << 64, dtype=np.uint64)
 
 
 def device_rows(sampling_info: Any, params: Sequence[Any]) -> SamplingRows:

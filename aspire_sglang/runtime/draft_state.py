@@ -7,7 +7,6 @@ retraction, flush).
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,13 +24,11 @@ class SlotState:
     ``age``: steps since the last verify. ``unsettled``: most tokens that verifies whose outcome
     is not known yet may commit. ``probs``: for a sampled request, per pending draft, its
     stored distribution ``[V]`` and the probability of the drawn token. ``confidence``: for a greedy
-    request, per pending draft, the draft's probability of its token. ``noise_key``: 64 random bits
-    that name the sampling noise of a request whose drafts and target share it.
+    request, per pending draft, the draft's probability of its token.
     """
 
     generation: int
     acceptance: AcceptanceEstimator
-    noise_key: int = 0
     pending: int = 0
     verifies: int = 0
     age: int = 0
@@ -71,12 +68,9 @@ class DraftState:
         gamma_max: int,
         device: torch.device | str,
         make_acceptance: Callable[[], AcceptanceEstimator],
-        seed: int | None = None,
     ) -> None:
-        """``seed``: of the noise keys; None for the system's entropy."""
         self.tokens = torch.zeros((num_slots, gamma_max), dtype=torch.int64, device=device)
         self._make_acceptance = make_acceptance
-        self._keys = random.Random(seed)
         self.calibration = ConfidenceCalibration()
         self._slots: dict[int, SlotState] = {}
 
@@ -89,7 +83,7 @@ class DraftState:
 
     def reset(self, slot: int, generation: int) -> SlotState:
         """Forget the slot's drafts: its KV was just rewritten by a prefill."""
-        state = SlotState(generation, self._make_acceptance(), self._keys.getrandbits(64))
+        state = SlotState(generation, self._make_acceptance())
         self._slots[slot] = state
         return state
 

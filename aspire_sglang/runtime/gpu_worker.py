@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import (
@@ -26,7 +25,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from aspire_sglang.attention.step_buffers import HostStep, StepView, pack_step
 from aspire_sglang.kernels.step_layout import lay_out_step
 from aspire_sglang.runtime.batching import step_shape
-from aspire_sglang.runtime.device_sampler import DeviceSampler, choose_tokens, row_temperatures
+from aspire_sglang.runtime.device_sampler import DeviceSampler, RequestSampling, choose_tokens
 from aspire_sglang.runtime.device_state import DeviceState
 from aspire_sglang.runtime.draft_state import SlotState
 from aspire_sglang.runtime.gpu_graphs import PlainGraphs, TierLayout, tier_of
@@ -36,6 +35,9 @@ from aspire_sglang.runtime.worker import AspireWorker
 from aspire_sglang.speculation.cost_model import StepShape
 
 logger = logging.getLogger(__name__)
+
+# Steps take a few milliseconds and learning from one a fifth of one.
+OBSERVED_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Feedback:
         seconds = self.started.elapsed_time(self.ended) / 1e3
         if not self.plain:
             # The model is of mixed steps: a plain one of the same shape runs in other graphs.
-            worker.cost.observe(self.shape, seconds)
+            worker.cost.observe(self.shape, seconds, share=OBSERVED_SHARE)
         worker.telemetry.step(
             drafts=self.num_drafts,
             verifies=len(self.verified),
@@ -99,6 +101,7 @@ class GpuWorker(AspireWorker):
         # Choosing the next tokens belongs to the captured forward: it saves its launches.
         target_worker.model_runner.capture_tail_hooks.append(self._choose_in_graph)
         self._plain_graphs: PlainGraphs | None = None
+        self._seed: int | None = server_args.random_seed
 
     def init_cuda_graphs(self) -> None:
         if self.model_runner.decode_cuda_graph_runner is not None:
@@ -109,6 +112,7 @@ class GpuWorker(AspireWorker):
         super().alloc_memory_pool(req_to_token_pool=req_to_token_pool, **kwargs)
         table = req_to_token_pool.req_to_token
         self.device_state = DeviceState(table.shape[0], self.speculative_num_steps, table.device)
+        self.sampling = RequestSampling(table.shape[0], self._seed)
 
     def _make_sampler(self) -> DeviceSampler:
         return DeviceSampler(self.device_state, self.model_runner.attn_backend.steps)
@@ -121,6 +125,8 @@ class GpuWorker(AspireWorker):
     def _prefill(self, batch: Any) -> GenerationBatchResult:
         result = super()._prefill(batch)
         self.device_state.bonus[batch.req_pool_indices] = result.next_token_ids.long()
+        for req in batch.reqs:
+            self.sampling.set(req.req_pool_idx, req.sampling_params)
         return result
 
     def _decode(self, batch: Any) -> GenerationBatchResult:
@@ -140,12 +146,10 @@ class GpuWorker(AspireWorker):
         ]
         verify, draft_kv = self.modes.decide(slots, seq_lens, states, caps)
         pending = [state.pending for state in states]
-        params = [req.sampling_params for req in reqs]
-        temperature = keys = None
-        if not batch.sampling_info.is_all_greedy:
-            temperature = row_temperatures(params)
-            keys = np.array([state.noise_key for state in states], dtype=np.uint64)
-        step = HostStep.build(slots, pending, verify, temperature, keys)
+        sampling = self.sampling
+        step = HostStep.build(
+            slots, pending, verify, sampling.temperature[slots], sampling.keys[slots]
+        )
         staged = self._stage_plain(step, batch.seq_lens) or self.stage(step, batch.seq_lens)
         shape = step_shape(seq_lens, pending, verify, draft_kv)
         forward = self._forward_staged(batch, staged)
@@ -155,7 +159,8 @@ class GpuWorker(AspireWorker):
             staged.view,
             logits,
             batch.sampling_info,
-            params,
+            [req.sampling_params for req in reqs],
+            filtered=bool(sampling.filtered[slots].any()),
             chosen=forward.can_run_cuda_graph,
         )
         return self._result(batch, staged, states, shape, forward, outcome, started)

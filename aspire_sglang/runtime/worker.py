@@ -50,7 +50,6 @@ class AspireWorker(BaseSpecWorker):
         # The flag, which carries the file's gamma_max unless the user gave another, sizes buffers.
         self.speculative_num_steps: int = server_args.speculative_num_steps
         self.speculative_num_draft_tokens = self.speculative_num_steps + 1
-        self._random_seed: int | None = server_args.random_seed
         self.context_len: int = target_worker.model_runner.model_config.context_len
         self.config = self._effective(load_config())
         self.telemetry = Telemetry(self.config)
@@ -82,7 +81,6 @@ class AspireWorker(BaseSpecWorker):
             gamma_max=self.gamma_max,
             device=req_to_token_pool.req_to_token.device,
             make_acceptance=self._new_estimator,
-            seed=self._random_seed,
         )
 
     def init_cuda_graphs(self) -> None:

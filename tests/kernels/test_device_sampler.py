@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aspire_sglang.attention.step_buffers import HostStep, StepBuffers, pack_step
-from aspire_sglang.runtime.device_sampler import DeviceSampler, choose_tokens, row_temperatures
+from aspire_sglang.runtime.device_sampler import DeviceSampler, RequestSampling, choose_tokens
 from aspire_sglang.runtime.device_state import DeviceState
 
 VOCAB = 11
@@ -36,8 +36,11 @@ def peaked(tokens: list[int]) -> torch.Tensor:
 
 
 def stage(slots, pending, verify, params, rows, tokens):
+    known = RequestSampling(5, seed=1)
+    for slot, given in zip(slots, params, strict=True):
+        known.set(slot, given)
     keys = np.arange(len(slots), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    step = HostStep.build(slots, pending, verify, row_temperatures(params), keys)
+    step = HostStep.build(slots, pending, verify, known.temperature[slots], keys)
     steps = StepBuffers(rows, 20, "cpu")
     return step, steps, steps.load(pack_step(step, rows, tokens, drafts_vote=True), rows, tokens)
 
@@ -63,7 +66,7 @@ def test_certain_logits(greedy, chosen, given):
     if chosen:
         choose_tokens(steps, view, torch.cat([logits, torch.full((2, VOCAB), float("nan"))]))
     outcome = DeviceSampler(state, steps).step(
-        step, view, logits, sampling(params), params, chosen=chosen
+        step, view, logits, sampling(params), params, filtered=bool(given), chosen=chosen
     )
     assert outcome.tokens.tolist() == [[5, 6, 8, 0, 0], [10, 0, 0, 0, 0]]
     assert outcome.accept_lens.tolist() == [3, 1]
@@ -80,7 +83,7 @@ def test_all_draft():
         step, steps, view = stage([1, 2], [0, 1], [False, False], params, 2, 2)
         state.pending[:] = torch.tensor([0, 0, 1])
         outcome = DeviceSampler(state, steps).step(
-            step, view, peaked([3, 4]), sampling(params), params, chosen=False
+            step, view, peaked([3, 4]), sampling(params), params, filtered=False, chosen=False
         )
         assert outcome.tokens.shape == (0, 3)
         assert outcome.accept_lens.shape == (0,)
@@ -111,8 +114,21 @@ def test_filters_are_kept():
         step, steps, view = stage([1, 2, 3], [0, 0, 0], [True] * 3, params, 3, 3)
         view.positions[:] = position
         outcome = DeviceSampler(state, steps).step(
-            step, view, logits, sampling(params), params, chosen=False
+            step, view, logits, sampling(params), params, filtered=True, chosen=False
         )
         for row, token in enumerate(outcome.tokens[:, 0].tolist()):
             seen[row].add(token)
     assert seen == best
+
+
+def test_what_the_host_knows_of_requests():
+    known = RequestSampling(6, seed=3)
+    rows = [{"temperature": 0.7}, {"top_k": 1}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 7}]
+    for slot, given in enumerate(rows):
+        known.set(slot, params_of([False], **given)[0])
+    assert known.temperature.tolist() == pytest.approx([0.7, 0.0, 1.0, 1.0, 1.0, 0.0])
+    assert known.filtered.tolist() == [False, False, True, True, True, False]
+    assert len(set(known.keys[:5].tolist())) == 5
+    first = known.keys[0]
+    known.set(0, params_of([False])[0])
+    assert known.keys[0] != first
