@@ -51,10 +51,23 @@ class RunningCost:
         logger.warning("ASPIRE: no quiet moment for a profile; step costs are learnt while serving")
         return cls()
 
-    def __init__(self, samples: Sequence[tuple[StepShape, float]] = ()) -> None:
-        base = CostModel.fit(samples) if samples else _UNMEASURED
+    @classmethod
+    def stored(cls, model: CostModel, source: str) -> RunningCost:
+        """Start from an earlier fit of the same setting, read from ``source``."""
+        return cls(fitted=model, source=f"read from {source}")
+
+    def __init__(
+        self,
+        samples: Sequence[tuple[StepShape, float]] = (),
+        fitted: CostModel | None = None,
+        source: str = "profiled here",
+    ) -> None:
+        self.fitted = CostModel.fit(samples) if samples else fitted
+        """What the start-up profile gave; None without one."""
+        self._source = source if self.fitted is not None else "not profiled"
+        base = self.fitted or _UNMEASURED
         self._quality = base.quality
-        self._online = OnlineCostModel(base, spread=3.0 if samples else math.inf)
+        self._online = OnlineCostModel(base, spread=3.0 if self.fitted else math.inf)
         self._steps = 0
         self._seen = 0.0
         self._error_sum = 0.0
@@ -91,5 +104,4 @@ class RunningCost:
 
     def describe(self) -> str:
         """One line for the start-up log."""
-        source = "profiled here" if self._quality is not None else "not profiled"
-        return f"{source}: " + ", ".join(f"{k}={v:.4g}" for k, v in self.report().items())
+        return f"{self._source}: " + ", ".join(f"{k}={v:.4g}" for k, v in self.report().items())
