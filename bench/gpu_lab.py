@@ -298,7 +298,7 @@ def _profiled(
 def host(lab: Lab) -> dict[str, Any]:
     """What the scheduler's thread does in a step, by Python's profiler, which slows it down."""
     found = {}
-    for temperature in lab.options.temperatures:
+    for temperature in lab.options.temperatures[:1]:
         for count in lab.options.requests:
             for name in ("stock", *lab.options.settings):
                 engine = lab.engines.get("stock" if name == "stock" else "aspire")
