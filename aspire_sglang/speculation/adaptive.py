@@ -48,10 +48,11 @@ class _AdaptivePolicy:
     acceptance to go by (paper: 3), unless the rule would not draft at all. Where several requests
     are in their first draft, their lengths are spread from 1 to what the rule says, by slot:
     requests that start together would verify together for long, and a step of verifies alone is
-    the dearest (ours). And where the best length is 0 (plain decoding is fastest), every ``probe_interval``-th verify is preceded by a
-    probe of ``probe_length`` drafts: plain steps tell nothing about acceptance, so without probes
-    a request that met one hard passage could decode plainly for good (ours). There is no probe
-    where drafts are too slow to pay even if nearly all were accepted.
+    the dearest (ours). And where the best length is 0 (plain decoding is fastest), every
+    ``probe_interval``-th verify is preceded by a probe of ``probe_length`` drafts: plain steps tell
+    nothing about acceptance, so without probes a request that met one hard passage could decode
+    plainly for good (ours). There is no probe where drafts are too slow to pay even if nearly all
+    were accepted.
 
     Args:
         gamma_max: longest draft considered, >= 1 (paper: 16).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +47,7 @@ class Target:
             decode_cuda_graph_runner=graphs,
             capture_tail_hooks=[],
             attn_backend=SimpleNamespace(
-                steps=StepBuffers(3, 15, "cpu"),
+                steps=StepBuffers(4, 15, "cpu"),
                 drafts_vote=True,
                 context=context,
                 configure_context=lambda config: context,
@@ -63,6 +64,13 @@ class Target:
         output = SimpleNamespace(
             next_token_logits=torch.nn.functional.one_hot((ids + 1) % VOCAB, VOCAB).float()
         )
+        if forward_batch.spec_info is None:
+            # A plain step, padded by SGLang's graph runner to the places of the graph.
+            padded = torch.nn.functional.pad(output.next_token_logits, (0, 0, 0, 4 - len(ids)))
+            places = SimpleNamespace(batch_size=4)
+            for hook in self.model_runner.capture_tail_hooks:
+                hook(None, SimpleNamespace(next_token_logits=padded), places, 4)
+            return SimpleNamespace(logits_output=output, can_run_cuda_graph=True)
         layout = forward_batch.spec_info.ragged_verify_layout
         if layout is not None:
             places = min(layout.graph_num_tokens, self.model_runner.decode_cuda_graph_runner.max_bs)
@@ -164,6 +172,34 @@ def test_counts_on(monkeypatch, late, tiers):
     eager = totals["eager_steps"] if tiers is None or len(tiers) == 1 else totals["graph_steps"]
     assert eager == 16
     assert all(state.unsettled == 0 for state in made.state._slots.values())
+
+
+def test_plain_steps_run_in_their_own_graphs(monkeypatch):
+    made = make(monkeypatch, [5, 10, 15])
+    seen: list[list[int]] = []
+    lens = gpu_worker.ForwardBatch.init_new
+
+    def init_new(batch, runner, **given):
+        seen.append(batch.seq_lens.tolist())
+        return lens(batch, runner, **given)
+
+    monkeypatch.setattr(gpu_worker.ForwardBatch, "init_new", init_new)
+    made._plain_graphs = SimpleNamespace(
+        places=lambda rows: 4 if rows <= 4 else None, in_use=contextlib.nullcontext
+    )
+    made.modes.decide = lambda slots, *_: ([True] * len(slots), [0] * len(slots))
+    batch = Batch([10, 20, 30], new_tokens=12)
+    first = made.forward_batch_generation(batch)
+    for req, token in zip(batch.reqs, first.next_token_ids.tolist(), strict=True):
+        req.output_ids.append(token)
+    for _ in range(5):
+        batch.process(batch.decode(made))
+    for req, start in zip(batch.reqs, [11, 21, 31], strict=True):
+        assert req.output_ids == [start + i for i in range(6)]
+    # Plain decoding counts the token of the step; what is final afterwards is the same.
+    assert seen[0] == [11, 21, 31]
+    assert batch.seq_lens.tolist() == [15, 25, 35]
+    assert made.telemetry.totals["plain_graph_steps"] == 5
 
 
 def test_profile_restores_the_table(monkeypatch):
