@@ -10,7 +10,6 @@ count.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import multiprocessing
 import os
@@ -25,52 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import gpu_probe
-
-STOCK_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
-# Tiers of gamma 16: 17 tokens times these.
-ASPIRE_SIZES = [1, 2, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 56, 64, 72, 80]
-ASPIRE_SIZES += [96, 112, 128, 160, 192, 224, 256]
-
-STOCK: dict[str, Any] = {"attention_backend": "fa3", "cuda_graph_bs_decode": STOCK_SIZES}
-ASPIRE: dict[str, Any] = {
-    "attention_backend": "aspire",
-    "speculative_algorithm": "ASPIRE",
-    "cuda_graph_bs_decode": ASPIRE_SIZES,
-}
-SMALL = {"max_running_requests": 16, "max_total_tokens": 130_000}
-EAGER = {"disable_cuda_graph": True, "disable_overlap_schedule": True}
-STAGGERED = "{scheduler: {policy: staggered, gamma: 6}}"
-COVERED = "{context: {ratio: 1.0}, scheduler: {policy: staggered, gamma: 6}}"
-# Sparse contexts so small that many drafts are rejected.
-TINY = "{context: {min_pages: 10, ratio: 0.01}, scheduler: {policy: staggered, gamma: 6}}"
-
-# name: engine arguments, ASPIRE configuration, environment. The first is what texts are compared
-# with.
-VARIANTS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
-    "stock": (STOCK, "", {}),
-    "aspire": (ASPIRE, os.environ.get("ASPIRE_BENCH_CONFIG", ""), {}),
-    "eager": ({**ASPIRE, **SMALL, **EAGER}, STAGGERED, {}),
-    "graphs": ({**ASPIRE, **SMALL, "disable_overlap_schedule": True}, STAGGERED, {}),
-    "overlap": ({**ASPIRE, **SMALL}, STAGGERED, {}),
-    "covered": ({**ASPIRE, **SMALL}, COVERED, {}),
-    "page16": ({**ASPIRE, **SMALL, "page_size": 16}, STAGGERED, {}),
-    "page64": (
-        {**ASPIRE, **SMALL, "page_size": 64},
-        "{context: {page_size: 64}, scheduler: {policy: staggered, gamma: 6}}",
-        {},
-    ),
-    "tiny": ({**ASPIRE, **SMALL}, TINY, {}),
-    "broken": ({**ASPIRE, **SMALL}, TINY, {"PROBE_BREAK": "1"}),
-    "stock_whole": ({**STOCK, **SMALL}, "", {"PROBE_SPLITS": "1"}),
-    "whole": ({**ASPIRE, **SMALL}, STAGGERED, {"PROBE_SPLITS": "1"}),
-    # float16 rounds logits eight times finer than bfloat16: distributions can be told apart.
-    "half": ({**ASPIRE, **SMALL, "dtype": "float16"}, STAGGERED, {}),
-    "half_tiny": ({**ASPIRE, **SMALL, "dtype": "float16"}, TINY, {}),
-    "stock_half": ({**STOCK, **SMALL, "dtype": "float16"}, "", {}),
-    "plain": ({**STOCK, "attention_backend": "aspire"}, "", {}),
-}
-
+from bench import gpu_probe, gpu_requests
+from bench.gpu_variants import VARIANTS
 
 DECODE_LINE = re.compile(
     r"Decode batch, #running-req: (\d+),.*gen throughput \(token/s\): ([\d.]+)"
@@ -114,9 +69,9 @@ def serve(name: str, model: str, room: int, log: str, pipe: Any) -> None:
             method, given = request
             start = time.perf_counter()
             if method == "configure":
-                answer = _configure(engine, file, **given)
+                answer = gpu_requests.configure(engine, file, **given)
             elif method in ("arrivals", "profiled"):
-                task = _arrivals if method == "arrivals" else _profiled
+                task = gpu_requests.arrivals if method == "arrivals" else gpu_requests.profiled
                 answer = engine.loop.run_until_complete(task(engine, **given))
             else:
                 answer = getattr(engine, method)(**given)
@@ -125,55 +80,6 @@ def serve(name: str, model: str, room: int, log: str, pipe: Any) -> None:
     except BaseException:
         pipe.send(("failed", traceback.format_exc()))
         raise
-
-
-def _configure(engine: Any, file: Path, text: str) -> bool:
-    """Let a running engine take other ASPIRE settings."""
-    from sglang.srt.managers.io_struct import SetInternalStateReq
-
-    file.write_text(text)
-    request = SetInternalStateReq(server_args={"aspire_reload_config": 1})
-    done = engine.loop.run_until_complete(engine.tokenizer_manager.set_internal_state(request))
-    return all(done)
-
-
-async def _arrivals(
-    engine: Any, prompts: list[list[int]], delays: list[float], params: dict[str, Any]
-) -> list[float]:
-    """Requests that arrive one after another; the latency of each in seconds."""
-
-    async def one(ids: list[int], delay: float) -> float:
-        await asyncio.sleep(delay)
-        start = time.perf_counter()
-        await engine.async_generate(input_ids=ids, sampling_params=params)
-        return time.perf_counter() - start
-
-    return await asyncio.gather(*map(one, prompts, delays))
-
-
-async def _profiled(
-    engine: Any,
-    prompts: list[list[int]],
-    params: dict[str, Any],
-    wait: float,
-    folder: str,
-    steps: int,
-) -> None:
-    """Trace ``steps`` steps, ``wait`` seconds after the requests came."""
-    from sglang.srt.managers.io_struct import ProfileReq, ProfileReqType
-
-    work = asyncio.create_task(engine.async_generate(input_ids=prompts, sampling_params=params))
-    await asyncio.sleep(wait)
-    request = ProfileReq(
-        req_type=ProfileReqType.START_PROFILE,
-        output_dir=folder,
-        num_steps=steps,
-        activities=["GPU"],
-        with_stack=False,
-        record_shapes=False,
-    )
-    await engine.tokenizer_manager.start_profile(request)
-    await work
 
 
 class Variant:
