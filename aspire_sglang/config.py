@@ -108,7 +108,12 @@ class AspireConfig(_Section):
     context: ContextConfig = ContextConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     cost_profile: bool = Field(
-        True, description="fit the step-cost model at start-up by a short profile"
+        True, description="fit the step-cost model at start-up by a short profile, or read the fit"
+    )
+    cost_file: str | None = Field(
+        None,
+        description="file of the fitted step-cost model; one of another device, model or setting "
+        "is refused and fitted again; default: one file per setting in the cache folder",
     )
     requests_kept: Positive = Field(
         256, description="finished requests whose statistics stay readable in /server_info"

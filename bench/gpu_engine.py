@@ -24,33 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-STOCK_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
-# Tiers of gamma 16: 17 tokens times these.
-ASPIRE_SIZES = [1, 2, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 56, 64, 72, 80]
-ASPIRE_SIZES += [96, 112, 128, 160, 192, 224, 256]
-
-STOCK: dict[str, Any] = {"attention_backend": "fa3", "cuda_graph_bs_decode": STOCK_SIZES}
-ASPIRE: dict[str, Any] = {
-    "attention_backend": "aspire",
-    "speculative_algorithm": "ASPIRE",
-    "cuda_graph_bs_decode": ASPIRE_SIZES,
-}
-SMALL = {"max_running_requests": 16, "max_total_tokens": 200_000}
-EAGER = {"disable_cuda_graph": True, "disable_overlap_schedule": True}
-STAGGERED = "{scheduler: {policy: staggered, gamma: 6}}"
-COVERED = "{context: {ratio: 1.0}, scheduler: {policy: staggered, gamma: 6}}"
-
-# name: engine arguments, ASPIRE configuration. The first is what texts are compared with.
-VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
-    "stock": (STOCK, ""),
-    "aspire": (ASPIRE, os.environ.get("ASPIRE_BENCH_CONFIG", "")),
-    "eager": ({**ASPIRE, **SMALL, **EAGER}, STAGGERED),
-    "graphs": ({**ASPIRE, **SMALL, "disable_overlap_schedule": True}, STAGGERED),
-    "overlap": ({**ASPIRE, **SMALL}, STAGGERED),
-    "covered": ({**ASPIRE, **SMALL, "page_size": 16}, COVERED),
-    "plain": ({**STOCK, "attention_backend": "aspire"}, ""),
-}
-
+from bench import gpu_probe, gpu_requests
+from bench.gpu_variants import VARIANTS
 
 DECODE_LINE = re.compile(
     r"Decode batch, #running-req: (\d+),.*gen throughput \(token/s\): ([\d.]+)"
@@ -62,8 +37,17 @@ def serve(name: str, model: str, room: int, log: str, pipe: Any) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    arguments, config = VARIANTS[name]
-    os.environ["ASPIRE_CONFIG"] = config
+    arguments, config, environment = VARIANTS[name]
+    # Through a file, so that the settings can change while the engine runs.
+    file = Path(f"{log}.yaml")
+    file.write_text(config)
+    os.environ.update(environment, ASPIRE_CONFIG=str(file))
+    probe = Path(f"{log}.probe")
+    gpu_probe.install(probe)
+    root = str(Path(__file__).resolve().parents[1])
+    places = [str(probe), root, os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(place for place in places if place)
+    sys.path[:0] = places[:2]
     try:
         import sglang
 
@@ -84,7 +68,13 @@ def serve(name: str, model: str, room: int, log: str, pipe: Any) -> None:
         while (request := pipe.recv()) is not None:
             method, given = request
             start = time.perf_counter()
-            answer = getattr(engine, method)(**given)
+            if method == "configure":
+                answer = gpu_requests.configure(engine, file, **given)
+            elif method in ("arrivals", "profiled"):
+                task = gpu_requests.arrivals if method == "arrivals" else gpu_requests.profiled
+                answer = engine.loop.run_until_complete(task(engine, **given))
+            else:
+                answer = getattr(engine, method)(**given)
             pipe.send((answer, time.perf_counter() - start))
         engine.shutdown()
     except BaseException:
@@ -121,11 +111,31 @@ class Variant:
             return None
         return answer, seconds
 
-    def call(self, method: str, timeout: float = 100.0, **given: Any) -> tuple[Any, float] | None:
+    def call(
+        self, method: str, /, timeout: float = 100.0, **given: Any
+    ) -> tuple[Any, float] | None:
         if not self.alive:
             return None
         self.pipe.send((method, given))
         return self.receive(timeout)
+
+    def ask(self, method: str, /, timeout: float = 200.0, **given: Any) -> Any:
+        """The answer alone.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        answer = self.call(method, timeout, **given)
+        if answer is None:
+            raise RuntimeError(f"{self.name} did not answer")
+        return answer[0]
+
+    def answers(
+        self, prompts: list[list[int]], tokens: int, temperature: float = 0.0, **given: Any
+    ) -> Any:
+        """What :meth:`generate` answers, without its time."""
+        params = {"max_new_tokens": tokens, "temperature": temperature, "ignore_eos": True}
+        return self.ask("generate", input_ids=prompts, sampling_params=params, **given)
 
     def generate(
         self, prompts: list[list[int]], tokens: int, temperature: float = 0.0, **given: Any

@@ -160,7 +160,7 @@ def _accept(b: Batch) -> Callable[[], None]:
         target_tokens=torch.randint(0, 2, (int(b.qo_indptr[-1]),), device=device),
         qo_indptr=b.qo_indptr,
         slots=b.slots,
-        verify=b.verify,
+        draft=~b.verify,
         drafts=torch.randint(0, 2, (rows, GAMMA), device=device),
         pending=torch.where(b.verify, VERIFY_EVERY - 1, 3).int(),
         bonus=torch.zeros(rows, dtype=torch.int64, device=device),

@@ -13,7 +13,7 @@ def accept_greedy(
     target_tokens: Tensor,
     qo_indptr: Tensor,
     slots: Tensor,
-    verify: Tensor,
+    draft: Tensor,
     drafts: Tensor,
     pending: Tensor,
     bonus: Tensor,
@@ -32,7 +32,7 @@ def accept_greedy(
         qo_indptr: ``[n + 1]`` int, first query token of each row; a verify row owns ``k + 1``, a
             draft row one.
         slots: ``[n]`` int, row of the request state; negative rows are padding and inert.
-        verify: ``[n]`` bool or int.
+        draft: ``[n]`` bool or int, true for draft rows.
         drafts: ``[requests, G]`` int pending drafts by slot; a draft row appends its token.
         pending: ``[requests]`` int ``k`` by slot: draft rows add 1 (not beyond ``G``), verify rows
             set 0.
@@ -46,7 +46,7 @@ def accept_greedy(
         ValueError: shapes that do not fit.
     """
     count = slots.shape[0]
-    check_rows(count, slots=slots, verify=verify, seq_lens=seq_lens, accept_len=accept_len)
+    check_rows(count, slots=slots, draft=draft, seq_lens=seq_lens, accept_len=accept_len)
     check_rows(count + 1, qo_indptr=qo_indptr)
     check_rows(target_tokens.shape[0], target_tokens=target_tokens)
     if drafts.dim() != 2 or not drafts.is_contiguous():
@@ -61,7 +61,7 @@ def accept_greedy(
         target_tokens,
         qo_indptr,
         slots,
-        verify,
+        draft,
         drafts,
         pending,
         bonus,
@@ -79,7 +79,7 @@ def _accept_greedy_kernel(
     target_tokens,
     qo_indptr,
     slots,
-    verify,
+    is_draft,
     drafts,
     pending,
     bonus,
@@ -96,7 +96,7 @@ def _accept_greedy_kernel(
         known = tl.load(pending + slot).to(tl.int32)
         column = tl.arange(0, BLOCK)
         out = tokens + row * (DEPTH + 1) + column
-        if tl.load(verify + row) != 0:
+        if tl.load(is_draft + row) == 0:
             target = tl.load(target_tokens + first + column, mask=column <= known, other=0)
             draft = tl.load(drafts + slot * DEPTH + column, mask=column < known, other=0)
             # The first draft that differs ends the run; past the drafts every column does.

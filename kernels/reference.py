@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -160,7 +161,7 @@ def accept_greedy(
     target_tokens: Tensor,
     qo_indptr: Tensor,
     slots: Tensor,
-    verify: Tensor,
+    draft: Tensor,
     drafts: Tensor,
     pending: Tensor,
     bonus: Tensor,
@@ -175,7 +176,7 @@ def accept_greedy(
         target = target_tokens[int(qo_indptr[row]) :].tolist()
         known = int(pending[slot])
         tokens[row] = 0
-        if not verify[row]:
+        if draft[row]:
             accept_len[row] = 0
             if known < drafts.shape[1]:
                 drafts[slot, known] = target[0]
@@ -189,3 +190,48 @@ def accept_greedy(
         seq_lens[row] += accepted + 1
         bonus[slot] = target[accepted]
         pending[slot] = 0
+
+
+def philox(key: int, counter: np.ndarray) -> np.ndarray:
+    """Philox4x32-10 of Salmon et al. 2011: ``[..., 4]`` uint32 words of 128-bit counters
+    ``[..., 4]`` uint32."""
+    words = counter.astype(np.uint64)
+    low, high = key & 0xFFFFFFFF, key >> 32
+    for _ in range(10):
+        right = words[..., 0] * np.uint64(0xD2511F53)
+        left = words[..., 2] * np.uint64(0xCD9E8D57)
+        mask, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+        words = np.stack(
+            [
+                (left >> shift) ^ words[..., 1] ^ np.uint64(low),
+                left & mask,
+                (right >> shift) ^ words[..., 3] ^ np.uint64(high),
+                right & mask,
+            ],
+            axis=-1,
+        )
+        low, high = (low + 0x9E3779B9) & 0xFFFFFFFF, (high + 0xBB67AE85) & 0xFFFFFFFF
+    return words.astype(np.uint32)
+
+
+def exponentials(key: int, position: int, vocab: int) -> np.ndarray:
+    """``[V]`` float64 Exp(1) variates of :mod:`aspire_sglang.kernels.sample_tokens`."""
+    token = np.arange(vocab)
+    block, lane = token // 2048, token % 2048
+    counter = np.zeros((vocab, 4), dtype=np.uint32)
+    counter[:, 0] = block * 1024 + lane % 1024
+    counter[:, 1] = position
+    words = philox(key, counter).astype(np.float64)
+    far = lane >= 1024
+    high = np.where(far, words[:, 2], words[:, 0])
+    low = np.where(far, words[:, 3], words[:, 1])
+    uniform = np.clip(high * 2.0**-32 + low * 2.0**-64, 5e-20, 0.99999994)
+    return -np.log1p(-uniform)
+
+
+def sample_scores(logits: Tensor, temperature: float, key: int, position: int) -> Tensor:
+    """``[V]`` float64 whose argmax :func:`sample_tokens` chooses for one query token."""
+    if temperature == 0.0:
+        return logits.double()
+    noise = torch.from_numpy(exponentials(key, position, logits.shape[0]))
+    return logits.double() / temperature - noise.log()

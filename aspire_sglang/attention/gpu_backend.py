@@ -29,6 +29,7 @@ class GpuAttentionBackend(FlashAttentionBackend):
 
     Attributes:
         steps: where the worker puts the rows of a mixed step; None without speculation.
+        captures_plain: graphs of plain decode steps are being captured.
 
     Raises:
         ValueError: for a model, a KV type or a GPU that is not supported.
@@ -41,6 +42,7 @@ class GpuAttentionBackend(FlashAttentionBackend):
         _refuse_unsupported(model_runner)
         super().__init__(model_runner)
         self.steps: StepBuffers | None = None
+        self.captures_plain = False
         self._mixed: GpuMixedAttention | None = None
         if not is_aspire(model_runner.server_args):
             return
@@ -110,12 +112,12 @@ class GpuAttentionBackend(FlashAttentionBackend):
             )
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        if not forward_batch.forward_mode.is_target_verify():
-            super().init_forward_metadata_out_graph(forward_batch, in_capture)
-        elif in_capture:
+        if in_capture and self.steps is not None:
             # Shapes decide what a graph does; its rows come from the buffers at each replay, which
             # the worker has filled by then.
-            self._speculation()[0].load_inert(*_places(forward_batch))
+            self.steps.load_inert(*_places(forward_batch))
+        if not forward_batch.forward_mode.is_target_verify():
+            super().init_forward_metadata_out_graph(forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         if forward_batch.forward_mode.is_target_verify():
@@ -125,8 +127,8 @@ class GpuAttentionBackend(FlashAttentionBackend):
             super().init_forward_metadata_in_graph(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        # A server that speculates has no plain decode steps to capture.
-        if self.steps is None:
+        # Mixed steps have memory of their own.
+        if self.steps is None or self.captures_plain:
             super().init_cuda_graph_state(max_bs, max_num_tokens)
 
     def _plan_mixed(self, forward_batch: Any) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from aspire_sglang.kernels.sample_tokens import partial_size
 
 ALIGN = 4
 """Sections start at multiples of this many int32, 16 bytes: kernels are compiled for aligned
@@ -30,9 +33,12 @@ class StepView:
         voters: ``[R, 2]`` int32 query tokens that vote, -1 for none.
         token_row: ``[T]`` int32, -1 for padding.
         token_step: ``[T]`` int32 positions after the row's final KV.
+        temperature: ``[R]`` float32, 0 for greedy rows.
+        key_low, key_high: ``[R]`` int32, halves of the key of the row's sampling noise.
         row_lens: ``[R]`` int64 tokens with final KV (``S``).
         context_lens: ``[R]`` int32 positions up to and including the row's last query.
         input_ids, positions, out_cache_loc: ``[T]`` int64.
+        next_tokens: ``[T]`` int64 to write to, the token after each query token.
     """
 
     slots: Tensor
@@ -44,11 +50,15 @@ class StepView:
     voters: Tensor
     token_row: Tensor
     token_step: Tensor
+    temperature: Tensor
+    key_low: Tensor
+    key_high: Tensor
     row_lens: Tensor
     context_lens: Tensor
     input_ids: Tensor
     positions: Tensor
     out_cache_loc: Tensor
+    next_tokens: Tensor
 
     @property
     def num_rows(self) -> int:
@@ -57,6 +67,10 @@ class StepView:
 
 class StepBuffers:
     """Memory for one step at a time; steps follow each other on one stream.
+
+    Attributes:
+        view: ``(rows, tokens)`` to the buffers of a step of that size.
+        partial: scratch of :func:`aspire_sglang.kernels.sample_tokens.sample_tokens`.
 
     Args:
         max_rows: most row places.
@@ -77,8 +91,12 @@ class StepBuffers:
         self._input_ids = zeros(max_tokens, torch.int64)
         self._positions = zeros(max_tokens, torch.int64)
         self._out_cache_loc = zeros(max_tokens, torch.int64)
+        self._next_tokens = zeros(max_tokens, torch.int64)
+        self.partial = zeros(partial_size(max_tokens), torch.int64)
+        # Eighteen slices a step are worth remembering; graphs come back to the same few sizes.
+        self.view = lru_cache(maxsize=512)(self._view)
 
-    def view(self, rows: int, tokens: int) -> StepView:
+    def _view(self, rows: int, tokens: int) -> StepView:
         """The buffers of a step; equal sizes give equal addresses.
 
         Raises:
@@ -106,11 +124,15 @@ class StepBuffers:
             voters=section(2 * rows).view(rows, 2),
             token_row=section(tokens),
             token_step=section(tokens),
+            temperature=section(rows).view(torch.float32),
+            key_low=section(rows),
+            key_high=section(rows),
             row_lens=self._row_lens[:rows],
             context_lens=self._context_lens[:rows],
             input_ids=self._input_ids[:tokens],
             positions=self._positions[:tokens],
             out_cache_loc=self._out_cache_loc[:tokens],
+            next_tokens=self._next_tokens[:tokens],
         )
 
     def load(self, packed: np.ndarray, rows: int, tokens: int) -> StepView:
@@ -128,7 +150,7 @@ class StepBuffers:
             getattr(view, name).fill_(-1)
         for name in ("order", "pending", "draft", "cu_seqlens_q", "token_step", "row_lens"):
             getattr(view, name).zero_()
-        for name in ("context_lens", "input_ids", "positions", "out_cache_loc"):
+        for name in ("context_lens", "input_ids", "positions", "out_cache_loc", "temperature"):
             getattr(view, name).zero_()
         return view
 
@@ -136,7 +158,7 @@ class StepBuffers:
 def _sections(rows: int, tokens: int) -> list[int]:
     """Where each packed section starts, and the length of all."""
     starts = [0]
-    for size in (rows, rows, rows, rows, rows, rows + 1, 2 * rows, tokens, tokens):
+    for size in (*[rows] * 5, rows + 1, 2 * rows, tokens, tokens, *[rows] * 3):
         starts.append(starts[-1] + -(-size // ALIGN) * ALIGN)
     return starts
 
@@ -151,6 +173,8 @@ class HostStep:
         pending: drafts per batch row before the step.
         slots: request-pool row per batch row.
         num_tokens: query tokens without padding.
+        temperature: per batch row, 0 for greedy requests; None if all are greedy.
+        keys: uint64 per batch row, see :mod:`aspire_sglang.kernels.sample_tokens`; None likewise.
     """
 
     order: np.ndarray
@@ -158,10 +182,17 @@ class HostStep:
     pending: np.ndarray
     slots: np.ndarray
     num_tokens: int
+    temperature: np.ndarray | None = None
+    keys: np.ndarray | None = None
 
     @classmethod
     def build(
-        cls, slots: Sequence[int], pending: Sequence[int], verify: Sequence[bool]
+        cls,
+        slots: Sequence[int],
+        pending: Sequence[int],
+        verify: Sequence[bool],
+        temperature: np.ndarray | None = None,
+        keys: np.ndarray | None = None,
     ) -> HostStep:
         """Put draft rows before verify rows, each group in batch order."""
         modes = np.asarray(verify, dtype=bool)
@@ -174,6 +205,8 @@ class HostStep:
             drafts,
             np.asarray(slots, dtype=np.int32),
             tokens,
+            temperature,
+            keys,
         )
 
     @property
@@ -225,4 +258,9 @@ def pack_step(step: HostStep, rows: int, tokens: int, *, drafts_vote: bool) -> n
     section(7, tokens)[:] = -1
     section(7, used)[:] = row
     section(8, used)[:] = np.arange(used) - first[row] + np.where(draft, pending, 0)[row]
+    if step.temperature is not None and step.keys is not None:
+        section(9, count).view(np.float32)[:] = step.temperature[step.order]
+        halves = step.keys[step.order].view(np.int32).reshape(count, 2)
+        section(10, count)[:] = halves[:, 0]
+        section(11, count)[:] = halves[:, 1]
     return packed

@@ -10,7 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Reduction = Literal["max", "mean", "sum"]
@@ -71,6 +73,11 @@ class SelectionConfig:
     def budget_pages(self, num_pages: int) -> int:
         """Most pages in the list of a context of ``num_pages`` pages, sink and last included."""
         return max(self.min_pages, math.ceil(self.ratio * num_pages - _CEIL_SLACK))
+
+    def budgets_of(self, num_pages: NDArray[np.int64]) -> NDArray[np.int64]:
+        """:meth:`budget_pages` for an array of any shape."""
+        share = np.ceil(num_pages * self.ratio - _CEIL_SLACK).astype(np.int64)
+        return np.maximum(share, self.min_pages)
 
     def budgets(self, num_pages: Tensor) -> Tensor:
         """:meth:`budget_pages` for an int tensor of any shape; int64."""

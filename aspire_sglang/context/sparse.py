@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,6 +95,17 @@ class SparseContext:
         if self.refresh.source != "refresh":
             return sparse
         return (sparse * (self._num_layers - 1) + position + 1) // self._num_layers
+
+    def draft_kv_many(self, positions: Sequence[int]) -> list[int]:
+        """:meth:`draft_kv` of many positions."""
+        selection = self.selection
+        lens = np.asarray(positions, dtype=np.int64) + 1
+        pages = -(-lens // selection.page_size)
+        sparse = np.minimum(selection.budgets_of(pages) * selection.page_size, lens)
+        if self.refresh.source == "refresh":
+            sparse = (sparse * (self._num_layers - 1) + lens) // self._num_layers
+        many: list[int] = sparse.tolist()
+        return many
 
     def clear(self) -> None:
         """Forget all lists."""

@@ -15,6 +15,11 @@ from aspire_sglang.runtime.arguments import ALGORITHM
 
 logger = logging.getLogger(__name__)
 
+# Running requests where the user gives no limit. SGLang's own speculative algorithms take 48; on a
+# GPU ASPIRE gains most in large batches. Page tables and graphs grow with the number.
+MAX_RUNNING_CPU = 48
+MAX_RUNNING_GPU = 256
+
 # Flags that ASPIRE cannot work with yet: field, value that means "off", what the user reads.
 _REFUSED_FLAGS = (
     ("speculative_draft_model_path", None, "self-speculation has no draft model"),
@@ -86,6 +91,7 @@ class AspireAlgorithm(CustomSpecAlgo):
             raise ValueError(f"ASPIRE: {fault}") from None
         _refuse_unsupported(server_args)
         changes: dict[str, Any] = {}
+        on_cpu = cpu_platform.is_active()
 
         def change(field: str, value: Any) -> None:
             if getattr(server_args, field) != value:
@@ -97,9 +103,8 @@ class AspireAlgorithm(CustomSpecAlgo):
         change("speculative_eagle_topk", 1)
         change("speculative_num_draft_tokens", gamma_max + 1)
         if server_args.max_running_requests is None:
-            # SGLang's own algorithms use this when the user gives no limit.
-            change("max_running_requests", 48)
-        if cpu_platform.is_active():
+            change("max_running_requests", MAX_RUNNING_CPU if on_cpu else MAX_RUNNING_GPU)
+        if on_cpu:
             change("disable_overlap_schedule", True)
         else:
             _prepare_graphs(server_args)

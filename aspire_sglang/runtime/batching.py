@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from aspire_sglang.speculation.cost_model import StepShape
@@ -46,7 +47,7 @@ class StepPlan:
         """Whether draft and verify rows share this step."""
         return bool(self.verify_rows) and bool(self.draft_rows)
 
-    def shape(self, draft_kv: Sequence[int]) -> StepShape:
+    def shape(self, draft_kv: Sequence[int] | np.ndarray) -> StepShape:
         """What the step costs, for the cost model; ``draft_kv[i]``: tokens draft row i reads."""
         return step_shape(self.seq_lens, self.pending, self.verify, draft_kv)
 
@@ -55,13 +56,14 @@ def step_shape(
     seq_lens: Sequence[int],
     pending: Sequence[int],
     verify: Sequence[bool],
-    draft_kv: Sequence[int],
+    draft_kv: Sequence[int] | np.ndarray,
 ) -> StepShape:
     """What a step costs, for the cost model; ``draft_kv[i]``: tokens that draft row i reads."""
-    shape = StepShape()
-    for s, k, full, sparse in zip(seq_lens, pending, verify, draft_kv, strict=True):
-        shape = shape.row(k + 1, s + k + 1) if full else shape.row(1, sparse)
-    return shape
+    full = np.asarray(verify, dtype=bool)
+    drafts = np.asarray(pending, dtype=np.int64)
+    queries = np.where(full, drafts + 1, 1)
+    read = np.where(full, np.asarray(seq_lens, dtype=np.int64) + drafts + 1, draft_kv)
+    return StepShape(int(queries.sum()), int(read.sum()), int((queries * read).sum()))
 
 
 def build_plan(

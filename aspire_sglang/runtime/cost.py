@@ -22,6 +22,10 @@ _WORST_MEDIAN_ERROR = 0.25
 _PROFILE_TRIES = 3
 
 
+# Multiples of it, modulo 1, never fall in step with a schedule of any period.
+_GOLDEN = (5.0**0.5 - 1.0) / 2.0
+
+
 class RunningCost:
     """Predicts the time of a step and learns from the measured ones."""
 
@@ -47,19 +51,40 @@ class RunningCost:
         logger.warning("ASPIRE: no quiet moment for a profile; step costs are learnt while serving")
         return cls()
 
-    def __init__(self, samples: Sequence[tuple[StepShape, float]] = ()) -> None:
-        base = CostModel.fit(samples) if samples else _UNMEASURED
+    @classmethod
+    def stored(cls, model: CostModel, source: str) -> RunningCost:
+        """Start from an earlier fit of the same setting, read from ``source``."""
+        return cls(fitted=model, source=f"read from {source}")
+
+    def __init__(
+        self,
+        samples: Sequence[tuple[StepShape, float]] = (),
+        fitted: CostModel | None = None,
+        source: str = "profiled here",
+    ) -> None:
+        self.fitted = CostModel.fit(samples) if samples else fitted
+        """What the start-up profile gave; None without one."""
+        self._source = source if self.fitted is not None else "not profiled"
+        base = self.fitted or _UNMEASURED
         self._quality = base.quality
-        self._online = OnlineCostModel(base, spread=3.0 if samples else math.inf)
+        self._online = OnlineCostModel(base, spread=3.0 if self.fitted else math.inf)
         self._steps = 0
+        self._seen = 0.0
         self._error_sum = 0.0
 
     @property
     def model(self) -> CostModel:
         return self._online.model
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        """Correct the model by a measured step."""
+    def observe(self, shape: StepShape, seconds: float, share: float = 1.0) -> None:
+        """Correct the model by a measured step.
+
+        ``share``: of the steps that are used at all, spread evenly over every period that steps
+        may have; for steps so short that learning from each costs too much.
+        """
+        self._seen = (self._seen + _GOLDEN) % 1.0
+        if self._seen >= share:
+            return
         self._steps += 1
         self._error_sum += abs(self.model.predict(shape) / seconds - 1.0)
         self._online.correct(shape, seconds)
@@ -79,5 +104,4 @@ class RunningCost:
 
     def describe(self) -> str:
         """One line for the start-up log."""
-        source = "profiled here" if self._quality is not None else "not profiled"
-        return f"{source}: " + ", ".join(f"{k}={v:.4g}" for k, v in self.report().items())
+        return f"{self._source}: " + ", ".join(f"{k}={v:.4g}" for k, v in self.report().items())

@@ -1,4 +1,10 @@
-"""New drafts and accepted runs from the logits of a mixed step, without waiting for the device."""
+"""New drafts and accepted runs from the logits of a mixed step, without waiting for the device.
+
+Drafts and target sample with the same noise at the same position of a request (see
+:mod:`aspire_sglang.kernels.sample_tokens`), so a sampled draft is judged as a greedy one is: it is
+accepted while it equals the target's own token. Nothing has to be remembered of the drafts'
+distributions.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from aspire_sglang.attention.step_buffers import HostStep, StepView
+from aspire_sglang.attention.step_buffers import HostStep, StepBuffers, StepView
 from aspire_sglang.kernels.greedy_accept import accept_greedy
+from aspire_sglang.kernels.sample_tokens import sample_tokens
 from aspire_sglang.runtime.device_state import DeviceState
-from aspire_sglang.sampling.drafting import sample_draft
-from aspire_sglang.sampling.mixed import verify
 from aspire_sglang.sampling.processors import (
     GREEDY_TEMPERATURE,
     TOP_K_ALL,
@@ -34,11 +40,36 @@ class DeviceAccepted:
     accept_lens: Tensor
 
 
-class DeviceSampler:
-    """Greedy batches are decided by one kernel, others by rejection sampling in PyTorch."""
+def choose_tokens(
+    steps: StepBuffers, view: StepView, scores: Tensor, temperature: Tensor | None = None
+) -> None:
+    """Fill ``view.next_tokens``. May be captured.
 
-    def __init__(self, state: DeviceState) -> None:
+    Args:
+        steps: the buffers that ``view`` is part of.
+        view: rows and token places of the step.
+        scores: ``[T, V]`` logits of the first ``T`` token places.
+        temperature: ``[R]`` float32 instead of the view's.
+    """
+    count = scores.shape[0]
+    sample_tokens(
+        scores,
+        view.token_row[:count],
+        view.positions[:count],
+        view.temperature if temperature is None else temperature,
+        view.key_low,
+        view.key_high,
+        steps.partial,
+        view.next_tokens[:count],
+    )
+
+
+class DeviceSampler:
+    """Chooses a token after every query token, then moves drafts and requests on."""
+
+    def __init__(self, state: DeviceState, steps: StepBuffers) -> None:
         self._state = state
+        self._steps = steps
 
     def step(
         self,
@@ -47,6 +78,9 @@ class DeviceSampler:
         logits: Tensor,
         sampling_info: Any,
         params: Sequence[Any],
+        *,
+        filtered: bool,
+        chosen: bool,
     ) -> DeviceAccepted:
         """Extend the drafts of draft rows and judge the drafts of verify rows.
 
@@ -56,20 +90,36 @@ class DeviceSampler:
             logits: ``[T, V]`` rows of the step's query tokens, without padding.
             sampling_info: SGLang's ``SamplingBatchInfo``, in batch order.
             params: SGLang's ``SamplingParams`` of each request, in batch order.
+            filtered: some request keeps only part of the vocabulary, see :class:`RequestSampling`.
+            chosen: :func:`choose_tokens` was part of the forward.
         """
-        if sampling_info.is_all_greedy:
-            return self._greedy(step, view, logits)
-        return self._sampled(step, view, logits, device_rows(sampling_info, params))
+        if filtered:
+            self._choose_filtered(step, view, logits, device_rows(sampling_info, params))
+        elif not chosen:
+            choose_tokens(self._steps, view, logits)
+        return self._accept(step, view)
 
-    def _greedy(self, step: HostStep, view: StepView, logits: Tensor) -> DeviceAccepted:
+    def _choose_filtered(
+        self, step: HostStep, view: StepView, logits: Tensor, rows: SamplingRows
+    ) -> None:
+        count = step.num_tokens
+        owner = view.order[view.token_row[:count].long()].long()
+        # The filters leave some tokens a probability of 0, which no noise can make up for.
+        scores = target_probs(logits[:count], rows.take(owner)).log_()
+        # Temperature is part of the probabilities already; 0 still marks the greedy rows.
+        choose_tokens(self._steps, view, scores, view.temperature.sign())
+
+    def _accept(self, step: HostStep, view: StepView) -> DeviceAccepted:
         state, count = self._state, len(step.order)
-        tokens = torch.empty((count, state.gamma_max + 1), dtype=torch.int64, device=logits.device)
-        accept_lens = torch.empty(count, dtype=torch.int32, device=logits.device)
+        device = view.next_tokens.device
+        # Fresh memory: with overlap scheduling the host reads it while the next step runs.
+        tokens = torch.empty((count, state.gamma_max + 1), dtype=torch.int64, device=device)
+        accept_lens = torch.empty(count, dtype=torch.int32, device=device)
         accept_greedy(
-            logits.argmax(dim=-1),
+            view.next_tokens[: step.num_tokens],
             view.cu_seqlens_q[: count + 1],
             view.slots[:count],
-            1 - view.draft[:count],
+            view.draft[:count],
             state.drafts,
             state.pending,
             state.bonus,
@@ -79,34 +129,31 @@ class DeviceSampler:
         )
         return DeviceAccepted(tokens[step.num_drafts :], accept_lens[step.num_drafts :])
 
-    def _sampled(
-        self, step: HostStep, view: StepView, logits: Tensor, rows: SamplingRows
-    ) -> DeviceAccepted:
-        state, count, drafts = self._state, len(step.order), step.num_drafts
-        order, slots = view.order[:count].long(), view.slots[:count].long()
-        pending = view.pending[:count].long()
-        if drafts:
-            drawn = sample_draft(target_probs(logits[:drafts], rows.take(order[:drafts])))
-            slot, column = slots[:drafts], pending[:drafts]
-            state.drafts[slot, column] = drawn.tokens
-            state.token_probs[slot, column] = drawn.token_probs
-            state.stored[slot * state.gamma_max + column] = drawn.stored
-        if drafts == count:
-            none = state.drafts.new_zeros((0, state.gamma_max + 1))
-            return DeviceAccepted(none, none.new_zeros(0, dtype=torch.int32))
-        slot = slots[drafts:]
-        outcome = verify(
-            logits[drafts:],
-            rows.take(order[drafts:]),
-            state.drafts[slot],
-            pending[drafts:],
-            view.cu_seqlens_q[drafts : count + 1].long() - drafts,
-            state.draft_probs(slot),
-        )
-        last = (outcome.accept_len - 1).view(-1, 1)
-        state.bonus[slot] = outcome.tokens.gather(1, last).view(-1)
-        view.row_lens[drafts:count] += outcome.accept_len
-        return DeviceAccepted(outcome.tokens, outcome.accept_len.int())
+
+class RequestSampling:
+    """What the host knows of the sampling of each request, by slot of the request pool.
+
+    Attributes:
+        temperature: ``[num_slots]`` float32, 0 where the request decodes greedily.
+        filtered: ``[num_slots]`` bool, whether it samples from part of the vocabulary only.
+        keys: ``[num_slots]`` uint64, names of the noise of its samples.
+
+    Args:
+        num_slots: request slots.
+        seed: of the keys; tensor-parallel ranks must share it.
+    """
+
+    def __init__(self, num_slots: int, seed: int | None) -> None:
+        self.temperature = np.zeros(num_slots, dtype=np.float32)
+        self.filtered = np.zeros(num_slots, dtype=bool)
+        self.keys = np.zeros(num_slots, dtype=np.uint64)
+        self._random = np.random.default_rng(seed)
+
+    def set(self, slot: int, params: Any) -> None:
+        """A request with these ``SamplingParams`` starts in ``slot``."""
+        self.temperature[slot] = 0.0 if _greedy(params) else params.temperature
+        self.filtered[slot] = _filters(params)
+        self.keys[slot] = self._random.integers(0, 1 << 64, dtype=np.uint64)
 
 
 def device_rows(sampling_info: Any, params: Sequence[Any]) -> SamplingRows:
@@ -117,8 +164,7 @@ def device_rows(sampling_info: Any, params: Sequence[Any]) -> SamplingRows:
     """
     temperature = sampling_info.temperatures.view(-1)
     top_k = sampling_info.top_ks.view(-1).long()
-    # SGLang keeps a temperature of 0 as a top-k of 1.
-    sampled = [p for p in params if p.top_k > 1]
+    sampled = [p for p in params if not _greedy(p)]
     return SamplingRows(
         temperature=temperature,
         top_k=top_k,
@@ -126,7 +172,18 @@ def device_rows(sampling_info: Any, params: Sequence[Any]) -> SamplingRows:
         min_p=sampling_info.min_ps.view(-1),
         greedy=(temperature < GREEDY_TEMPERATURE) | (top_k == 1),
         has_greedy=len(sampled) < len(params),
-        has_sampled=True,
+        has_sampled=bool(sampled),
         has_rank_filter=any(p.top_k < TOP_K_ALL or p.top_p < 1.0 for p in sampled),
         has_min_p=any(p.min_p > 0.0 for p in sampled),
     )
+
+
+def _greedy(params: Any) -> bool:
+    # SGLang keeps a temperature of 0 as a top-k of 1.
+    return params.top_k == 1 or params.temperature < GREEDY_TEMPERATURE
+
+
+def _filters(params: Any) -> bool:
+    if _greedy(params):
+        return False
+    return params.top_k < TOP_K_ALL or params.top_p < 1.0 or params.min_p > 0.0

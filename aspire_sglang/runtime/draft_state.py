@@ -24,7 +24,8 @@ class SlotState:
     ``age``: steps since the last verify. ``unsettled``: most tokens that verifies whose outcome
     is not known yet may commit. ``probs``: for a sampled request, per pending draft, its
     stored distribution ``[V]`` and the probability of the drawn token. ``confidence``: for a greedy
-    request, per pending draft, the draft's probability of its token.
+    request, per pending draft, the draft's probability of its token. ``run``: drafts decided on for
+    this run, None before. ``rest``: verifies for which plain decoding is decided on.
     """
 
     generation: int
@@ -33,6 +34,8 @@ class SlotState:
     verifies: int = 0
     age: int = 0
     unsettled: int = 0
+    run: int | None = None
+    rest: int = 0
     probs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
 
@@ -42,6 +45,7 @@ class SlotState:
         self.pending = 0
         self.verifies += 1
         self.age = 0
+        self.run = None
         self.probs.clear()
         self.confidence.clear()
 

@@ -25,10 +25,10 @@ from sglang.srt.model_executor.forward_batch_info import (
 from aspire_sglang.attention.step_buffers import HostStep, StepView, pack_step
 from aspire_sglang.kernels.step_layout import lay_out_step
 from aspire_sglang.runtime.batching import step_shape
-from aspire_sglang.runtime.device_sampler import DeviceSampler
+from aspire_sglang.runtime.device_sampler import DeviceSampler, RequestSampling, choose_tokens
 from aspire_sglang.runtime.device_state import DeviceState
 from aspire_sglang.runtime.draft_state import SlotState
-from aspire_sglang.runtime.gpu_graphs import TierLayout, tier_of
+from aspire_sglang.runtime.gpu_graphs import PlainGraphs, TierLayout, tier_of
 from aspire_sglang.runtime.results import FEEDBACK, VERIFIED_ROWS
 from aspire_sglang.runtime.spec_inputs import NextStepInput, StagedForwardInput
 from aspire_sglang.runtime.worker import AspireWorker
@@ -36,17 +36,22 @@ from aspire_sglang.speculation.cost_model import StepShape
 
 logger = logging.getLogger(__name__)
 
+# Steps take a few milliseconds and learning from one a fifth of one.
+OBSERVED_SHARE = 0.25
+
 
 @dataclass(frozen=True)
 class Staged:
     """A step whose rows and tokens are on the device.
 
-    ``layout``: the graph tier it was padded to, None for an eager step.
+    ``layout``: the graph tier it was padded to, None for an eager or a plain step. ``plain``: it
+    runs as plain decoding.
     """
 
     host: HostStep
     view: StepView
     layout: TierLayout | None
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class Feedback:
     started: Any
     ended: Any
     graph: bool
+    plain: bool
 
     def __call__(self, accept_lens: list[int]) -> None:
         """Feed estimators, cost model and counters; the step has ended."""
@@ -74,13 +80,16 @@ class Feedback:
             if not req.finished():
                 worker.telemetry.verified(req.rid, drafts, length - 1)
         seconds = self.started.elapsed_time(self.ended) / 1e3
-        worker.cost.observe(self.shape, seconds)
+        if not self.plain:
+            # The model is of mixed steps: a plain one of the same shape runs in other graphs.
+            worker.cost.observe(self.shape, seconds, share=OBSERVED_SHARE)
         worker.telemetry.step(
             drafts=self.num_drafts,
             verifies=len(self.verified),
             tokens=self.shape.tokens,
             seconds=seconds,
             graph=self.graph,
+            plain=self.plain,
         )
 
 
@@ -89,70 +98,98 @@ class GpuWorker(AspireWorker):
 
     def __init__(self, *, server_args: Any, target_worker: Any, **kwargs: Any) -> None:
         super().__init__(server_args=server_args, target_worker=target_worker, **kwargs)
-        runner = target_worker.model_runner
-        # One more than requests: SGLang's slot 0 is padding.
-        self.device_state = DeviceState(
-            server_args.max_running_requests + 1,
-            self.speculative_num_steps,
-            runner.model_config.vocab_size,
-            runner.device,
-        )
-        logger.info("ASPIRE: draft distributions: %.2f GB", self.device_state.memory / 1e9)
+        # Choosing the next tokens belongs to the captured forward: it saves its launches.
+        target_worker.model_runner.capture_tail_hooks.append(self._choose_in_graph)
+        self._plain_graphs: PlainGraphs | None = None
+        self._seed: int | None = server_args.random_seed
+
+    def init_cuda_graphs(self) -> None:
+        if self.model_runner.decode_cuda_graph_runner is not None:
+            self._plain_graphs = PlainGraphs(self.model_runner)
+        super().init_cuda_graphs()
 
     def alloc_memory_pool(self, req_to_token_pool: Any = None, **kwargs: Any) -> None:
         super().alloc_memory_pool(req_to_token_pool=req_to_token_pool, **kwargs)
-        rows = req_to_token_pool.req_to_token.shape[0]
-        if rows > self.device_state.num_slots:
-            raise RuntimeError(
-                f"ASPIRE: the request pool has {rows} rows, "
-                f"--max-running-requests promised {self.device_state.num_slots}"
-            )
+        table = req_to_token_pool.req_to_token
+        self.device_state = DeviceState(table.shape[0], self.speculative_num_steps, table.device)
+        self.sampling = RequestSampling(table.shape[0], self._seed)
 
     def _make_sampler(self) -> DeviceSampler:
-        return DeviceSampler(self.device_state)
+        return DeviceSampler(self.device_state, self.model_runner.attn_backend.steps)
+
+    def _choose_in_graph(self, _: Any, output: Any, forward_batch: Any, tokens: int) -> None:
+        steps = self.model_runner.attn_backend.steps
+        view = steps.view(forward_batch.batch_size, tokens)
+        choose_tokens(steps, view, output.next_token_logits)
 
     def _prefill(self, batch: Any) -> GenerationBatchResult:
         result = super()._prefill(batch)
         self.device_state.bonus[batch.req_pool_indices] = result.next_token_ids.long()
+        for req in batch.reqs:
+            self.sampling.set(req.req_pool_idx, req.sampling_params)
         return result
 
     def _decode(self, batch: Any) -> GenerationBatchResult:
         started = torch.cuda.Event(enable_timing=True)
         started.record()
-        states = [self.state.get(req.req_pool_idx, self._generation(req)) for req in batch.reqs]
-        slots = [req.req_pool_idx for req in batch.reqs]
+        reqs = batch.reqs
+        slots = [req.req_pool_idx for req in reqs]
+        # One look at the pool for all rows: a tensor element at a time costs microseconds each.
+        generations = self.req_to_token_pool.req_generation.numpy()[slots].tolist()
+        states = list(map(self.state.get, slots, generations))
         seq_lens = [
-            req.kv_committed_len + state.unsettled
-            for req, state in zip(batch.reqs, states, strict=True)
+            req.kv_committed_len + state.unsettled for req, state in zip(reqs, states, strict=True)
         ]
         caps = [
             self._max_draft(req, s, state.unsettled)
-            for req, s, state in zip(batch.reqs, seq_lens, states, strict=True)
+            for req, s, state in zip(reqs, seq_lens, states, strict=True)
         ]
         verify, draft_kv = self.modes.decide(slots, seq_lens, states, caps)
         pending = [state.pending for state in states]
-        staged = self.stage(slots, pending, verify, batch.seq_lens)
+        sampling = self.sampling
+        step = HostStep.build(
+            slots, pending, verify, sampling.temperature[slots], sampling.keys[slots]
+        )
+        staged = self._stage_plain(step, batch.seq_lens) or self.stage(step, batch.seq_lens)
         shape = step_shape(seq_lens, pending, verify, draft_kv)
         forward = self._forward_staged(batch, staged)
         logits = forward.logits_output.next_token_logits[: staged.host.num_tokens]
-        params = [req.sampling_params for req in batch.reqs]
-        outcome = self.sampler.step(staged.host, staged.view, logits, batch.sampling_info, params)
+        outcome = self.sampler.step(
+            staged.host,
+            staged.view,
+            logits,
+            batch.sampling_info,
+            [req.sampling_params for req in reqs],
+            filtered=bool(sampling.filtered[slots].any()),
+            chosen=forward.can_run_cuda_graph,
+        )
         return self._result(batch, staged, states, shape, forward, outcome, started)
 
-    def stage(
-        self, slots: list[int], pending: list[int], verify: list[bool], seq_lens: torch.Tensor
-    ) -> Staged:
+    def stage(self, step: HostStep, seq_lens: torch.Tensor) -> Staged:
         """Put a step on the device, padded to a graph's tier if there is one.
 
         Args:
-            slots, pending, verify: per row of the batch.
+            step: what the host decided.
             seq_lens: ``[bs]`` int64 on the device, tokens with final KV.
         """
+        count = len(step.order)
+        tier = tier_of(self.model_runner.decode_cuda_graph_runner, count, step.num_tokens)
+        rows, tokens = tier or (count, step.num_tokens)
+        view = self._lay_out(step, rows, tokens, seq_lens)
+        return Staged(step, view, TierLayout(count, tokens) if tier else None)
+
+    def _stage_plain(self, step: HostStep, seq_lens: torch.Tensor) -> Staged | None:
+        """Put a step of plain rows on the device; None if it is not one or no graph holds it."""
+        count = len(step.order)
+        if self._plain_graphs is None or step.num_drafts or step.num_tokens > count:
+            return None
+        places = self._plain_graphs.places(count)
+        if places is None:
+            return None
+        return Staged(step, self._lay_out(step, places, places, seq_lens), None, plain=True)
+
+    def _lay_out(self, step: HostStep, rows: int, tokens: int, seq_lens: torch.Tensor) -> StepView:
         backend, state = self.model_runner.attn_backend, self.device_state
-        step = HostStep.build(slots, pending, verify)
-        runner = self.model_runner.decode_cuda_graph_runner
-        tier = tier_of(runner, len(slots), step.num_tokens)
-        rows, tokens = tier or (len(slots), step.num_tokens)
         packed = pack_step(step, rows, tokens, drafts_vote=backend.drafts_vote)
         view = backend.steps.load(packed, rows, tokens)
         lay_out_step(
@@ -172,14 +209,34 @@ class GpuWorker(AspireWorker):
             view.row_lens,
             view.context_lens,
         )
-        return Staged(step, view, TierLayout(len(slots), tokens) if tier else None)
+        return view
 
     def _forward_staged(self, batch: Any, staged: Staged) -> GenerationBatchResult:
         # SGLang snapshots the batch around this call, so it may be rebound freely.
+        if staged.plain:
+            return self._forward_plain(batch, staged)
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.input_ids = staged.view.input_ids
         batch.out_cache_loc = staged.view.out_cache_loc
         batch.spec_info = StagedForwardInput(staged.view.positions, staged.layout)
+        return self._run(batch)
+
+    def _forward_plain(self, batch: Any, staged: Staged) -> GenerationBatchResult:
+        assert self._plain_graphs is not None
+        count, final = len(staged.host.order), batch.seq_lens
+        batch.forward_mode = ForwardMode.DECODE
+        batch.input_ids = staged.view.input_ids[:count]
+        batch.out_cache_loc = staged.view.out_cache_loc[:count]
+        batch.spec_info = None
+        # Plain decoding counts the token whose KV it writes.
+        batch.seq_lens = final + 1
+        batch.seq_lens_cpu = batch.seq_lens_sum = None
+        with self._plain_graphs.in_use():
+            forward = self._run(batch)
+        batch.seq_lens = final
+        return forward
+
+    def _run(self, batch: Any) -> GenerationBatchResult:
         forward_batch = ForwardBatch.init_new(
             batch,
             self.model_runner,
@@ -228,7 +285,14 @@ class GpuWorker(AspireWorker):
             states[row].pending += 1
             states[row].age += 1
         feedback = Feedback(
-            self, shape, host.num_drafts, verified, started, ended, forward.can_run_cuda_graph
+            self,
+            shape,
+            host.num_drafts,
+            verified,
+            started,
+            ended,
+            forward.can_run_cuda_graph,
+            staged.plain,
         )
         setattr(result, VERIFIED_ROWS, rows)
         setattr(result, FEEDBACK, feedback)
@@ -253,7 +317,7 @@ class GpuWorker(AspireWorker):
         def seconds() -> float:
             torch.cuda.synchronize()
             start = time.perf_counter()
-            staged = self.stage(slots, pendings, modes, seq_lens)
+            staged = self.stage(HostStep.build(slots, pendings, modes), seq_lens)
             batch = ForwardBatch(
                 forward_mode=ForwardMode.TARGET_VERIFY,
                 batch_size=rows,

@@ -23,6 +23,7 @@ from aspire_sglang.runtime import (
     introspection,
     logit_rules,
     requests,
+    reserve,
     results,
     seeds,
 )
@@ -151,6 +152,14 @@ HOOKS = (
         substitutes.allocate_token_bitmask,
         "SGLang pins the masks' memory, which PyTorch refuses without an accelerator",
         cpu_only=True,
+    ),
+    Hook(
+        "speculative.eagle_utils.eagle_prepare_for_decode",
+        HookType.AROUND,
+        reserve.reserve_slots,
+        "only rows that verified need new KV slots; SGLang handles every row at every step, which "
+        "takes longer than a step of drafts on a GPU",
+        gpu_only=True,
     ),
     Hook(
         "utils.common.support_triton",

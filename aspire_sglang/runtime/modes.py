@@ -6,7 +6,11 @@ from aspire_sglang.config import SchedulerConfig
 from aspire_sglang.context.sparse import SparseContext
 from aspire_sglang.runtime.cost import RunningCost
 from aspire_sglang.runtime.draft_state import DraftState, SlotState
+from aspire_sglang.speculation.adaptive import AspirePolicy
 from aspire_sglang.speculation.policies import Policy, RowState, make_policy
+
+PLAIN_RUN = 7
+"""Verifies for which a decision against drafts holds: a plain step is too short to ask at each."""
 
 
 def policy_of(config: SchedulerConfig, gamma_max: int) -> Policy:
@@ -55,22 +59,64 @@ class ModeScheduler:
         Returns:
             (verify or draft per request, KV tokens that a draft row of it reads).
         """
-        draft_kv = [
-            self._context.draft_kv(s + state.pending)
-            for s, state in zip(seq_lens, states, strict=True)
-        ]
+        draft_kv = self._context.draft_kv_many(
+            [s + state.pending for s, state in zip(seq_lens, states, strict=True)]
+        )
+        policy = self._policy
+        if isinstance(policy, AspirePolicy) and not any(state.confidence for state in states):
+            self._plan(policy, slots, seq_lens, states, caps, draft_kv)
+            verify = [
+                state.pending >= min(state.run or 0, cap)
+                for state, cap in zip(states, caps, strict=True)
+            ]
+            return verify, draft_kv
         rows = [
-            RowState(
-                committed=s,
-                pending=state.pending,
-                draft_kv=kv,
-                rate=state.acceptance.rate,
-                max_draft=cap,
-                verifies=state.verifies,
-                age=state.age,
-                slot=slot,
-                survival=self._drafts.survival(state),
-            )
+            self._row(slot, s, state, cap, kv)
             for slot, s, state, cap, kv in zip(slots, seq_lens, states, caps, draft_kv, strict=True)
         ]
-        return self._policy.decide(rows, self._cost.model), draft_kv
+        return policy.decide(rows, self._cost.model), draft_kv
+
+    def _plan(
+        self,
+        policy: AspirePolicy,
+        slots: list[int],
+        seq_lens: list[int],
+        states: list[SlotState],
+        caps: list[int],
+        draft_kv: list[int],
+    ) -> None:
+        """Decide on the runs that start now; the others were decided on when they started."""
+        starting = []
+        for i, state in enumerate(states):
+            if state.run is not None:
+                continue
+            if state.rest > 0:
+                state.rest -= 1
+                state.run = 0
+            else:
+                starting.append(i)
+        if not starting:
+            return
+        rows = [self._row(slots[i], seq_lens[i], states[i], caps[i], draft_kv[i]) for i in starting]
+        together = sum(state.verifies == 0 for state in states) > 1
+        runs = policy.plan(rows, self._cost.model, len(states), together)
+        for i, run in zip(starting, runs, strict=True):
+            state = states[i]
+            state.run = run
+            if run == 0:
+                # Up to the next probe at most.
+                due = policy.probe_interval - 1 - (state.verifies + 1) % policy.probe_interval
+                state.rest = min(PLAIN_RUN, due)
+
+    def _row(self, slot: int, seq_len: int, state: SlotState, cap: int, kv: int) -> RowState:
+        return RowState(
+            committed=seq_len,
+            pending=state.pending,
+            draft_kv=kv,
+            rate=state.acceptance.rate,
+            max_draft=cap,
+            verifies=state.verifies,
+            age=state.age,
+            slot=slot,
+            survival=self._drafts.survival(state),
+        )

@@ -46,12 +46,20 @@ class Telemetry:
         self.cost: Callable[[], dict[str, float]] = dict
 
     def step(
-        self, *, drafts: int, verifies: int, tokens: int, seconds: float, graph: bool = False
+        self,
+        *,
+        drafts: int,
+        verifies: int,
+        tokens: int,
+        seconds: float,
+        graph: bool = False,
+        plain: bool = False,
     ) -> None:
         """Book one decode step with ``drafts`` draft rows and ``verifies`` verify rows; ``graph``:
-        it was replayed from a CUDA graph."""
+        it was replayed from a CUDA graph; ``plain``: from one of plain decoding."""
         self.totals["decode_steps"] += 1
         self.totals["graph_steps" if graph else "eager_steps"] += 1
+        self.totals["plain_graph_steps"] += plain
         self.totals["mixed_steps"] += bool(drafts and verifies)
         self.totals["draft_rows"] += drafts
         self.totals["verify_rows"] += verifies

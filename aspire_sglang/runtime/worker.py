@@ -18,7 +18,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from aspire_sglang.config import AspireConfig, ConfigError, describe, load_config
 from aspire_sglang.runtime.batching import StepPlan, build_plan
-from aspire_sglang.runtime.cost import RunningCost
+from aspire_sglang.runtime.cost_start import start_up_cost
 from aspire_sglang.runtime.draft_state import DraftState, SlotState
 from aspire_sglang.runtime.grammars import run_is_complete
 from aspire_sglang.runtime.hidden_states import report_hidden_states
@@ -26,7 +26,7 @@ from aspire_sglang.runtime.hooks import verify_hooks
 from aspire_sglang.runtime.logit_rules import apply_logit_rules, restore_penalties
 from aspire_sglang.runtime.logprobs import report_logprobs
 from aspire_sglang.runtime.modes import ModeScheduler
-from aspire_sglang.runtime.profile import host_step, profile_steps
+from aspire_sglang.runtime.profile import host_step
 from aspire_sglang.runtime.results import VERIFIED_ROWS
 from aspire_sglang.runtime.sampler import StepSampler
 from aspire_sglang.runtime.seeds import seeds_of
@@ -89,8 +89,7 @@ class AspireWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         """Last call before serving: fit the step costs and print what was decided."""
-        profile = self.config.cost_profile
-        self.cost = RunningCost.profiled(lambda: profile_steps(self)) if profile else RunningCost()
+        self.cost = start_up_cost(self)
         self.telemetry.cost = self.cost.report
         self._apply_config(self.config)
         logger.info("ASPIRE: step cost: %s", self.cost.describe())

@@ -27,8 +27,8 @@ class _Rule(Protocol):
     """The two questions, for the rows of one step."""
 
     @classmethod
-    def of(cls, rows: Sequence[RowState], cost: CostModel, gamma_max: int) -> Self:
-        """Predicted times of the rows."""
+    def of(cls, rows: Sequence[RowState], cost: CostModel, gamma_max: int, batch: int) -> Self:
+        """Predicted times of the rows, part of a step of ``batch`` rows."""
         ...
 
     def best_lengths(self, rates: Array) -> list[int]:
@@ -45,11 +45,14 @@ class _AdaptivePolicy:
     """What the rules have in common: first drafts, and probes where drafting does not pay.
 
     The first draft of a request has length ``first_draft`` whatever the rule says, as there is no
-    acceptance to go by (paper: 3), unless the rule would not draft at all. And where the best
-    length is 0 (plain decoding is fastest), every ``probe_interval``-th verify is preceded by a
-    probe of ``probe_length`` drafts: plain steps tell nothing about acceptance, so without probes
-    a request that met one hard passage could decode plainly for good (ours). There is no probe
-    where drafts are too slow to pay even if nearly all were accepted.
+    acceptance to go by (paper: 3), unless the rule would not draft at all. Where several requests
+    are in their first draft, their lengths are spread from 1 to what the rule says, by slot:
+    requests that start together would verify together for long, and a step of verifies alone is
+    the dearest (ours). And where the best length is 0 (plain decoding is fastest), every
+    ``probe_interval``-th verify is preceded by a probe of ``probe_length`` drafts: plain steps tell
+    nothing about acceptance, so without probes a request that met one hard passage could decode
+    plainly for good (ours). There is no probe where drafts are too slow to pay even if nearly all
+    were accepted.
 
     Args:
         gamma_max: longest draft considered, >= 1 (paper: 16).
@@ -77,32 +80,43 @@ class _AdaptivePolicy:
         """True for rows that hold as many drafts as the rule asks for now."""
         if not rows:
             return []
-        rule = self.rule.of(rows, cost, self.gamma_max)
+        rule = self.rule.of(rows, cost, self.gamma_max, len(rows))
         rates = np.array([row.rate for row in rows], dtype=np.float64)
-        targets = rule.best_lengths(rates)
+        best = rule.best_lengths(rates)
         drafting_on = rule.pays_to_draft_on(rates)
+        together = sum(row.verifies == 0 for row in rows) > 1
+        targets = self._runs(rows, rule, best, together)
+        for index, row in enumerate(rows):
+            if best[index] > 0 and row.verifies > 0:
+                targets[index] = row.pending + int(drafting_on[index])
+        return [
+            row.pending >= min(target, row.max_draft)
+            for row, target in zip(rows, targets, strict=True)
+        ]
+
+    def _runs(
+        self, rows: Sequence[RowState], rule: _Rule, best: Sequence[int], together: bool
+    ) -> list[int]:
+        """Drafts of a run that starts now: ``best``, but for first drafts and probes."""
+        targets = list(best)
         probes = []
         for index, row in enumerate(rows):
             if targets[index] > 0 and row.verifies == 0:
-                targets[index] = min(self.first_draft, self.gamma_max)
-            elif targets[index] > 0:
-                targets[index] = row.pending + int(drafting_on[index])
-            elif (row.verifies + 1) % self.probe_interval == 0:
+                spread = 1 + row.slot % targets[index]
+                targets[index] = spread if together else min(self.first_draft, self.gamma_max)
+            elif targets[index] == 0 and (row.verifies + 1) % self.probe_interval == 0:
                 probes.append(index)
         if probes:
             hopeful = rule.best_lengths(np.full(len(rows), MAX_RATE))
             for index in probes:
                 if hopeful[index] > 0:
                     targets[index] = min(self.probe_length, self.gamma_max)
-        return [
-            row.pending >= min(target, row.max_draft)
-            for row, target in zip(rows, targets, strict=True)
-        ]
+        return targets
 
     def best_lengths(self, rows: Sequence[RowState], cost: CostModel) -> list[int]:
         """The best length of every row alone, without first drafts and probes."""
         rates = np.array([row.rate for row in rows], dtype=np.float64)
-        return self.rule.of(rows, cost, self.gamma_max).best_lengths(rates)
+        return self.rule.of(rows, cost, self.gamma_max, len(rows)).best_lengths(rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +188,7 @@ class _Throughput:
     draft: Array
 
     @classmethod
-    def of(cls, rows: Sequence[RowState], cost: CostModel, gamma_max: int) -> Self:
-        batch = len(rows)
+    def of(cls, rows: Sequence[RowState], cost: CostModel, gamma_max: int, batch: int) -> Self:
         committed = np.array([row.committed for row in rows], dtype=np.float64)[:, None]
         draft_kv = np.array([row.draft_kv for row in rows], dtype=np.float64)[:, None]
         queries = np.arange(1, gamma_max + 2, dtype=np.float64)
@@ -219,7 +232,7 @@ class _ShadowPrice:
     draft: Array
 
     @classmethod
-    def of(cls, rows: Sequence[RowState], cost: CostModel, gamma_max: int) -> Self:
+    def of(cls, rows: Sequence[RowState], cost: CostModel, gamma_max: int, batch: int) -> Self:
         fixed, per_token, per_kv, per_pair = cost.coefficients
         committed = np.array([row.committed for row in rows], dtype=np.float64)[:, None]
         draft_kv = np.array([row.draft_kv for row in rows], dtype=np.float64)[:, None]
@@ -287,6 +300,21 @@ class AspirePolicy(_AdaptivePolicy):
 
     name: ClassVar[str] = "aspire"
     rule: ClassVar[type[_Rule]] = _Throughput
+
+    def plan(
+        self, rows: Sequence[RowState], cost: CostModel, batch: int, together: bool
+    ) -> list[int]:
+        """Drafts of the coming run of some rows, in a batch of ``batch`` rows.
+
+        What :meth:`decide` would do step by step where nothing is learnt of pending drafts: each
+        of its decisions follows from the state at the start of the run.
+
+        Args:
+            together: several requests of the batch are in their first draft.
+        """
+        rule = self.rule.of(rows, cost, self.gamma_max, batch)
+        rates = np.array([row.rate for row in rows], dtype=np.float64)
+        return self._runs(rows, rule, rule.best_lengths(rates), together)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import copy
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from aspire_sglang.kernels import (
     page_tables,
     reference,
     refresh_tables,
+    sample_tokens,
 )
 from aspire_sglang.kernels.vote_rows import KeyScan, VoteRows
 
@@ -301,14 +303,14 @@ def check_accept_greedy(rows: int, depth: int, device: str, seed: int) -> None:
     pending = torch.randint(0, depth + 1, (requests,), generator=rng)
     slots = torch.randperm(requests, generator=rng)[:rows]
     slots[torch.rand(rows, generator=rng) < 0.2] = -1
-    verify = torch.rand(rows, generator=rng) < 0.6
-    lens = torch.where(verify, pending[slots.clamp(min=0)] + 1, 1) * (slots >= 0)
+    draft = torch.rand(rows, generator=rng) < 0.4
+    lens = torch.where(draft, 1, pending[slots.clamp(min=0)] + 1) * (slots >= 0)
     qo_indptr = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
     state = {
         "target_tokens": torch.randint(0, 2, (int(qo_indptr[-1]) + 3,), generator=rng),
         "qo_indptr": qo_indptr.int(),
         "slots": slots.int(),
-        "verify": verify,
+        "draft": draft,
         "drafts": torch.randint(0, 2, (requests, depth), generator=rng),
         "pending": pending.int(),
         "bonus": torch.full((requests,), -5),
@@ -321,3 +323,36 @@ def check_accept_greedy(rows: int, depth: int, device: str, seed: int) -> None:
     reference.accept_greedy(**state)
     for name, tensor in state.items():
         torch.testing.assert_close(got[name].cpu(), tensor, rtol=0, atol=0, msg=name)
+
+
+def check_sample_tokens(rows: int, vocab: int, dtype: torch.dtype, device: str, seed: int) -> None:
+    """Random logits, greedy and sampled rows, padding tokens; near-ties may fall either way."""
+    rng = torch.Generator().manual_seed(seed)
+    logits = (3 * torch.randn((rows + 1, vocab), generator=rng)).to(dtype)
+    token_row = torch.randint(0, rows, (rows + 1,), generator=rng).int()
+    token_row[-1] = -1
+    positions = torch.randint(0, 200_000, (rows + 1,), generator=rng)
+    temperature = 0.3 + torch.rand(rows, generator=rng)
+    temperature[::3] = 0.0
+    halves = torch.randint(-(2**31), 2**31, (2, rows), generator=rng).int()
+    tokens = torch.full((rows + 1,), -5, device=device)
+    sample_tokens.sample_tokens(
+        logits.to(device),
+        token_row.to(device),
+        positions.to(device),
+        temperature.to(device),
+        halves[0].to(device),
+        halves[1].to(device),
+        torch.empty(sample_tokens.partial_size(rows + 1), dtype=torch.int64, device=device),
+        tokens,
+    )
+    low, high = (half.numpy().view(np.uint32) for half in halves)
+    for token, row in enumerate(token_row.tolist()):
+        if row < 0:
+            assert tokens[token] == 0
+            continue
+        key = (int(high[row]) << 32) | int(low[row])
+        scores = reference.sample_scores(
+            logits[token], float(temperature[row]), key, int(positions[token])
+        )
+        assert scores[tokens[token].cpu()] >= scores.max() - 2e-5 * scores.max().abs()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,8 +45,9 @@ class Target:
             page_size=1,
             spec_algorithm=None,
             decode_cuda_graph_runner=graphs,
+            capture_tail_hooks=[],
             attn_backend=SimpleNamespace(
-                steps=StepBuffers(3, 15, "cpu"),
+                steps=StepBuffers(4, 15, "cpu"),
                 drafts_vote=True,
                 context=context,
                 configure_context=lambda config: context,
@@ -59,17 +61,28 @@ class Target:
             return SimpleNamespace(next_token_ids=tokens.int())
         self.seen.append(forward_batch)
         ids = forward_batch.input_ids
-        return SimpleNamespace(
-            logits_output=SimpleNamespace(
-                next_token_logits=torch.nn.functional.one_hot((ids + 1) % VOCAB, VOCAB).float()
-            ),
-            can_run_cuda_graph=forward_batch.spec_info.ragged_verify_layout is not None,
+        output = SimpleNamespace(
+            next_token_logits=torch.nn.functional.one_hot((ids + 1) % VOCAB, VOCAB).float()
         )
+        if forward_batch.spec_info is None:
+            # A plain step, padded by SGLang's graph runner to the places of the graph.
+            padded = torch.nn.functional.pad(output.next_token_logits, (0, 0, 0, 4 - len(ids)))
+            places = SimpleNamespace(batch_size=4)
+            for hook in self.model_runner.capture_tail_hooks:
+                hook(None, SimpleNamespace(next_token_logits=padded), places, 4)
+            return SimpleNamespace(logits_output=output, can_run_cuda_graph=True)
+        layout = forward_batch.spec_info.ragged_verify_layout
+        if layout is not None:
+            places = min(layout.graph_num_tokens, self.model_runner.decode_cuda_graph_runner.max_bs)
+            for hook in self.model_runner.capture_tail_hooks:
+                hook(None, output, SimpleNamespace(batch_size=places), layout.graph_num_tokens)
+        return SimpleNamespace(logits_output=output, can_run_cuda_graph=layout is not None)
 
 
 def make(monkeypatch, tiers=None):
     monkeypatch.setattr(worker, "verify_hooks", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(gpu_worker, "PlainGraphs", lambda runner: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(
         gpu_worker.ForwardBatch,
@@ -81,10 +94,12 @@ def make(monkeypatch, tiers=None):
     monkeypatch.setenv(
         "ASPIRE_CONFIG", "{scheduler: {policy: fixed, gamma: 3}, cost_profile: false}"
     )
-    args = SimpleNamespace(max_running_requests=3, speculative_num_steps=GAMMA)
+    args = SimpleNamespace(speculative_num_steps=GAMMA, random_seed=1)
     made = gpu_worker.GpuWorker(server_args=args, target_worker=Target(tiers))
     table = torch.arange(4 * WIDTH, dtype=torch.int32).view(4, WIDTH)
-    pool = SimpleNamespace(req_to_token=table, req_generation=torch.ones(4), size=3)
+    pool = SimpleNamespace(
+        req_to_token=table, req_generation=torch.ones(4, dtype=torch.int64), size=3
+    )
     made.alloc_memory_pool(
         req_to_token_pool=pool, token_to_kv_pool_allocator=SimpleNamespace(size=4 * WIDTH)
     )
@@ -102,7 +117,9 @@ class Batch:
                 output_ids=[],
                 to_finish=None,
                 finished=lambda: False,
-                sampling_params=SimpleNamespace(max_new_tokens=new_tokens),
+                sampling_params=SimpleNamespace(
+                    max_new_tokens=new_tokens, top_k=1, temperature=1.0
+                ),
             )
             for i, length in enumerate(prompts)
         ]
@@ -155,6 +172,34 @@ def test_counts_on(monkeypatch, late, tiers):
     eager = totals["eager_steps"] if tiers is None or len(tiers) == 1 else totals["graph_steps"]
     assert eager == 16
     assert all(state.unsettled == 0 for state in made.state._slots.values())
+
+
+def test_plain_steps_run_in_their_own_graphs(monkeypatch):
+    made = make(monkeypatch, [5, 10, 15])
+    seen: list[list[int]] = []
+    lens = gpu_worker.ForwardBatch.init_new
+
+    def init_new(batch, runner, **given):
+        seen.append(batch.seq_lens.tolist())
+        return lens(batch, runner, **given)
+
+    monkeypatch.setattr(gpu_worker.ForwardBatch, "init_new", init_new)
+    made._plain_graphs = SimpleNamespace(
+        places=lambda rows: 4 if rows <= 4 else None, in_use=contextlib.nullcontext
+    )
+    made.modes.decide = lambda slots, *_: ([True] * len(slots), [0] * len(slots))
+    batch = Batch([10, 20, 30], new_tokens=12)
+    first = made.forward_batch_generation(batch)
+    for req, token in zip(batch.reqs, first.next_token_ids.tolist(), strict=True):
+        req.output_ids.append(token)
+    for _ in range(5):
+        batch.process(batch.decode(made))
+    for req, start in zip(batch.reqs, [11, 21, 31], strict=True):
+        assert req.output_ids == [start + i for i in range(6)]
+    # Plain decoding counts the token of the step; what is final afterwards is the same.
+    assert seen[0] == [11, 21, 31]
+    assert batch.seq_lens.tolist() == [15, 25, 35]
+    assert made.telemetry.totals["plain_graph_steps"] == 5
 
 
 def test_profile_restores_the_table(monkeypatch):

@@ -26,7 +26,7 @@ def test_equals_verify_greedy():
     accept_len = torch.empty(rows, dtype=torch.int32)
     seq_lens, bonus = torch.full((rows,), 100), torch.zeros(rows, dtype=torch.int64)
     accept_greedy(
-        target, indptr, torch.arange(rows), torch.ones(rows, dtype=torch.bool), drafts, pending,
+        target, indptr, torch.arange(rows), torch.zeros(rows, dtype=torch.bool), drafts, pending,
         bonus, seq_lens, tokens, accept_len,
     )  # fmt: skip
     assert tokens.tolist() == want.tokens.tolist()

@@ -1,0 +1,59 @@
+"""KV slots ahead of a step, for the requests that need some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.runtime_context import get_server_args
+
+from aspire_sglang.runtime.arguments import is_aspire
+
+
+def reserve_slots(original: Callable[[Any], None], batch: Any) -> None:
+    """AROUND ``eagle_prepare_for_decode``: give slots to requests whose reserve ran low.
+
+    Only a verify uses up a reserve, and most rows of a step draft, so most steps have little to
+    do. SGLang looks at every row, one tensor element at a time, and copies all lengths.
+    """
+    orchestrator = batch.sampling_info.penalizer_orchestrator
+    if not is_aspire(get_server_args()) or orchestrator.is_required:
+        return original(batch)
+    # Imported late: hooks are registered while SGLang is half-imported.
+    from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+
+    batch.maybe_evict_swa()
+    reserve = get_alloc_reserve_per_decode()
+    page = batch.token_to_kv_pool_allocator.page_size
+    needy, held, wanted = [], [], []
+    for req in batch.reqs:
+        req.decode_batch_idx += 1
+        allocated = req.kv.kv_allocated_len
+        # The allocator hands out whole pages.
+        target = -(-(req.kv_committed_len + reserve) // page) * page
+        if allocated < target:
+            needy.append(req)
+            held.append(allocated)
+            wanted.append(target)
+    if not needy:
+        return None
+    on_gpu = torch.device(batch.device).type == "cuda"
+    lengths = torch.tensor([held, wanted], dtype=torch.int32, pin_memory=on_gpu)
+    slots = torch.tensor([req.req_pool_idx for req in needy], pin_memory=on_gpu)
+    # A blocking copy would wait for the step that is running.
+    there = lengths.to(batch.device, non_blocking=True)
+    alloc_for_spec_decode(
+        tree_cache=batch.tree_cache,
+        req_to_token_pool=batch.req_to_token_pool,
+        reqs=needy,
+        req_pool_indices=slots.to(batch.device, non_blocking=True),
+        cur_kv_lens=there[0],
+        cur_kv_lens_cpu=lengths[0],
+        nxt_kv_lens=there[1],
+        nxt_kv_lens_cpu=lengths[1],
+        num_needed_tokens=sum(wanted) - sum(held),
+        batch=batch,
+    )
+    return None

@@ -1,0 +1,282 @@
+"""Several measurements on engines that are started once: starting one takes a minute or two.
+
+``python bench/gpu_lab.py --model MODEL --out DIR --engines stock aspire overlap --phases texts kv``
+starts the engines of ``bench/gpu_engine.py`` side by side, runs the phases in order, and writes
+``DIR/NAME.json`` after each. Timed phases run one engine at a time, the others idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import gpu_engine, gpu_exact
+from bench.gpu_profile import host, profile
+from bench.gpu_variants import SETTINGS
+
+NEW_TOKENS = 96
+
+
+class Lab:
+    """Engines by name, prompts, and where results go."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.start = time.perf_counter()
+        out: Path = options.out
+        out.mkdir(parents=True, exist_ok=True)
+        room = max(options.requests) * (options.prompt_tokens + options.new_tokens[1] + 80)
+        self.engines = {
+            name: gpu_engine.Variant(name, options.model, room, out) for name in options.engines
+        }
+        count = max(*options.requests, 64)
+        self.prompts = gpu_engine.load_prompts(options.model, count, options.prompt_tokens)
+        self.environment = gpu_engine._environment(options.commit)
+        for name, engine in self.engines.items():
+            left = options.start_timeout - (time.perf_counter() - self.start)
+            self.say(f"{name}: {engine.receive(max(left, 1.0))}")
+        self.engines = {name: engine for name, engine in self.engines.items() if engine.alive}
+
+    def say(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self.start:5.0f} s] {text}", flush=True)
+
+    def save(self, phase: str, result: Any) -> None:
+        content = {
+            "command": " ".join(["python", *sys.argv]),
+            "environment": self.environment,
+            phase: result,
+        }
+        (self.options.out / f"{phase}.json").write_text(json.dumps(content, indent=1))
+
+    def speculative(self) -> dict[str, gpu_engine.Variant]:
+        return {n: e for n, e in self.engines.items() if not n.startswith("stock") and n != "plain"}
+
+    def mixed_lengths(self, count: int) -> list[list[int]]:
+        """Prompts of 500 to 6,200 tokens."""
+        step = 5700 // max(count - 1, 1)
+        return [self.prompts[i][: 500 + step * i] for i in range(count)]
+
+
+def texts(lab: Lab) -> dict[str, Any]:
+    """Greedy texts against stock, their scores by stock, and the KV they left."""
+    stock, count = lab.engines["stock"], 16
+    prompts, folder = lab.mixed_lengths(count), lab.options.out
+    asked = stock.answers(prompts, NEW_TOKENS, return_logprob=True, top_logprobs_num=2)
+    gpu_exact.save_kv(stock, prompts, asked, folder / "stock.kv")
+    plain = gpu_exact.score(stock, prompts, asked)
+    gpu_exact.save_kv(stock, prompts, asked, folder / "reference.kv")
+    found: dict[str, Any] = {
+        "stock": {
+            "gaps": plain,
+            "kv": gpu_exact.kv_errors(folder / "stock.kv", folder / "reference.kv"),
+        }
+    }
+    lab.say(f"stock: gaps up to {max(plain):.3f}, kv {found['stock']['kv']['median_p99_max']}")
+    references = {"stock": asked}
+    for name in lab.engines:
+        if name.startswith("stock_"):
+            references[name] = lab.engines[name].answers(
+                prompts, NEW_TOKENS, return_logprob=True, top_logprobs_num=2
+            )
+            found[name] = gpu_exact.compare_texts(references[name], asked)
+            lab.say(f"{name}: {found[name]['same']} of {count} like stock")
+    for name, engine in lab.speculative().items():
+        before = engine.counters()
+        answers = engine.answers(prompts, NEW_TOKENS)
+        counters = gpu_engine._difference(before, engine.counters())
+        own = references.get(f"stock_{name.removesuffix('_tiny')}", asked)
+        entry = gpu_exact.compare_texts(answers, own)
+        entry["counters"] = counters
+        gpu_exact.save_kv(engine, prompts, answers, folder / f"{name}.kv")
+        entry["gaps"] = gpu_exact.score(stock, prompts, answers)
+        gpu_exact.save_kv(stock, prompts, answers, folder / "reference.kv")
+        entry["kv"] = gpu_exact.kv_errors(folder / f"{name}.kv", folder / "reference.kv")
+        again = engine.answers(prompts, NEW_TOKENS)
+        entry["repeat_same"] = sum(
+            a["output_ids"] == b["output_ids"] for a, b in zip(answers, again, strict=True)
+        )
+        found[name] = entry
+        lab.say(
+            f"{name}: {entry['same']} of {count} same, worst gap {entry['worst_gap']}, scored "
+            f"{max(entry['gaps']):.3f}, kv {entry['kv']['median_p99_max']}, again "
+            f"{entry['repeat_same']}, accepted {counters.get('accepted_drafts')} of "
+            f"{counters.get('draft_rows')}, graph {counters.get('graph_steps')}, eager "
+            f"{counters.get('eager_steps')}, splits "
+            f"{[(s['text'], s.get('at'), s['gap']) for s in entry['splits']]}"
+        )
+    return found
+
+
+def scores(lab: Lab) -> dict[str, Any]:
+    """Rule I5 on 64 prompts: stock judges stock's texts and ASPIRE's."""
+    stock, prompts = lab.engines["stock"], lab.mixed_lengths(64)
+    asked = stock.answers(prompts, NEW_TOKENS, return_logprob=True, top_logprobs_num=2)
+    plain = gpu_exact.score(stock, prompts, asked)
+    tau = gpu_exact.allowed_gap(plain)
+    found: dict[str, Any] = {"tau": tau, "stock": {"gaps": plain}}
+    lab.say(f"tau {tau:.3f} from stock's {max(plain):.3f}")
+    for name in lab.options.scored:
+        engine = lab.engines[name]
+        answers = engine.answers(prompts, NEW_TOKENS)
+        entry = gpu_exact.compare_texts(answers, asked)
+        entry["gaps"] = gpu_exact.score(stock, prompts, answers)
+        entry["consistent"] = sum(gap <= tau for gap in entry["gaps"])
+        found[name] = entry
+        lab.say(
+            f"{name}: {entry['consistent']} of 64 within tau (worst {max(entry['gaps']):.3f}), "
+            f"{entry['same']} same, worst gap at a split {entry['worst_gap']}"
+        )
+    return found
+
+
+def distributions(lab: Lab) -> dict[str, Any]:
+    """Sampled tokens at temperature 1 against exact probabilities, filtered ones against stock."""
+    stock, prompt = lab.engines.get("stock_half") or lab.engines["stock"], lab.prompts[3][:2000]
+    filtered = {"temperature": 1.2, "top_p": 0.9, "top_k": 20}
+    theirs = gpu_exact.sampled(stock, prompt, 4000, filtered)
+    plain = gpu_exact.sampled(stock, prompt, 6000, {"temperature": 1.0})
+    found: dict[str, Any] = {"stock": {"exact": gpu_exact.chi_square(stock, prompt, plain)}}
+    lab.say(f"stock: {found['stock']}")
+    for name in lab.options.sampled:
+        engine = lab.engines[name]
+        before = engine.counters()
+        tokens = gpu_exact.sampled(engine, prompt, 6000, {"temperature": 1.0})
+        found[name] = {
+            "exact": gpu_exact.chi_square(stock, prompt, tokens),
+            "filtered": gpu_exact.two_samples(
+                gpu_exact.sampled(engine, prompt, 4000, filtered), theirs
+            ),
+            "counters": gpu_engine._difference(before, engine.counters()),
+        }
+        shown = {k: v for k, v in found[name].items() if k != "counters"}
+        accepted = found[name]["counters"].get("accepted_drafts")
+        lab.say(
+            f"{name}: accepted {accepted} {found[name]['counters'].get('discarded_drafts')} {shown}"
+        )
+    return found
+
+
+def timed(lab: Lab) -> dict[str, Any]:
+    """Decode rates of stock and of each setting of ASPIRE, in turn."""
+    found: dict[str, Any] = {}
+    options = lab.options
+    for temperature in options.temperatures:
+        for count in options.requests:
+            key = f"{count} x {options.prompt_tokens}, temperature {temperature}"
+            lab.say(key)
+            found[key] = _rates(lab, lab.prompts[:count], temperature, options.repeats)
+            lab.save("timed", found)
+    return found
+
+
+def _rates(
+    lab: Lab, prompts: list[list[int]], temperature: float, repeats: int, settings: Any = None
+) -> dict[str, Any]:
+    aspire, stock = lab.engines["aspire"], lab.engines["stock"]
+    found: dict[str, Any] = {}
+    for name in ["stock", *(settings or lab.options.settings)]:
+        engine = stock if name == "stock" else aspire
+        if engine is aspire and not aspire.ask("configure", text=SETTINGS.get(name, name)):
+            raise ValueError(f"settings {name} were not taken")
+        measured = gpu_engine.measure(
+            [engine], prompts, tuple(lab.options.new_tokens), repeats, temperature
+        )[engine.name]
+        found[name] = measured
+        rates = [round(r["tokens_per_s"]) for r in measured["repeats"]]
+        steady = [r["steady_tokens_per_s"] for r in measured["repeats"]]
+        counters = dict(measured.get("counters") or {})
+        steps = counters.get("decode_steps", 0)
+        per_step = counters.get("decode_microseconds", 0) / steps if steps else 0
+        cost = {k: float(f"{v:.4g}") for k, v in (counters.pop("cost_model", None) or {}).items()}
+        lab.say(f"  {name}: {rates}, steady {steady}; us/step {per_step:.0f}; {counters}; {cost}")
+    return found
+
+
+def short(lab: Lab) -> dict[str, Any]:
+    """Scenario C: short contexts, where plain decoding is the right choice."""
+    found = {}
+    for count in (64, 1):
+        prompts = [prompt[:512] for prompt in lab.prompts[:count]]
+        lab.say(f"{count} x 512")
+        found[f"{count} x 512"] = _rates(lab, prompts, 0.0, 3, ["default", "ar"])
+    return found
+
+
+def arrivals(lab: Lab) -> dict[str, Any]:
+    """Scenario D: prompts of mixed lengths that arrive one after another."""
+    count, new = 192, 192
+    prompts = [lab.prompts[i % len(lab.prompts)][: 500 + (i * 1237) % 6000] for i in range(count)]
+    delays = [0.02 * i for i in range(count)]
+    params = {"max_new_tokens": new, "temperature": 0.0, "ignore_eos": True}
+    found: dict[str, Any] = {}
+    for name in ("stock", *lab.options.settings):
+        engine = lab.engines["stock" if name == "stock" else "aspire"]
+        if name != "stock":
+            engine.call("configure", text=SETTINGS.get(name, name))
+        engine.generate(prompts, 1)
+        runs = []
+        for _ in range(2):
+            start = time.perf_counter()
+            latencies = engine.ask("arrivals", prompts=prompts, delays=delays, params=params)
+            seconds = time.perf_counter() - start
+            runs.append(
+                {
+                    "seconds": seconds,
+                    "tokens_per_s": count * new / seconds,
+                    "mean_latency": sum(latencies) / count,
+                }
+            )
+        found[name] = runs
+        lab.say(f"  {name}: {runs}")
+    return found
+
+
+PHASES = {
+    phase.__name__: phase
+    for phase in (texts, scores, distributions, timed, short, arrivals, profile, host)
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--engines", nargs="+", required=True, choices=gpu_engine.VARIANTS)
+    parser.add_argument("--phases", nargs="+", required=True, choices=PHASES)
+    parser.add_argument("--scored", nargs="*", default=["overlap"])
+    parser.add_argument("--sampled", nargs="*", default=["overlap"])
+    parser.add_argument("--settings", nargs="+", default=["default", "staggered"])
+    parser.add_argument("--requests", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--prompt-tokens", type=int, default=7000)
+    parser.add_argument("--new-tokens", type=int, nargs=2, default=(32, 288))
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
+    parser.add_argument("--start-timeout", type=float, default=240.0)
+    parser.add_argument("--commit", default=None)
+    lab = Lab(parser.parse_args())
+    for name in lab.options.phases:
+        lab.say(f"== {name}")
+        try:
+            lab.save(name, PHASES[name](lab))
+        except Exception:
+            # One fault must not cost the phases after it: the device is lent by the minute.
+            traceback.print_exc()
+    for engine in lab.engines.values():
+        engine.process.kill()
+    lab.say("done")
+    return 0
+
+
+if __name__ == "__main__":
+    # Engines start processes of their own, which outlive a killed parent unless told otherwise.
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

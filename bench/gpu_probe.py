@@ -1,0 +1,132 @@
+"""A plugin for measurements only: looks into the KV pool of an engine, and can do harm on purpose.
+
+SGLang finds it through an entry point that :func:`install` writes into a folder for the path of one
+engine; nothing of it is installed. What it does is chosen by environment variables:
+
+* always: the scheduler answers the remote calls ``probe_kv`` and ``probe_host``;
+* ``PROBE_SPLITS=1``: FlashAttention reads every context in one piece, in stock SGLang and ASPIRE;
+* ``PROBE_BREAK=1``: verify rows leave the KV that draft rows wrote, the fault that a check of the
+  KV has to find;
+* ``PROBE_REPLAY=0.9``: drafts are accepted at that rate whatever the model says, for random
+  weights, whose own acceptance says nothing.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import inspect
+import os
+from array import array
+from pathlib import Path
+from typing import Any
+
+
+def install(folder: Path) -> None:
+    """Make this plugin discoverable for processes that have ``folder`` on their path."""
+    target = folder / "aspire_gpu_probe-0.dist-info"
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "METADATA").write_text("Metadata-Version: 2.1\nName: aspire-gpu-probe\nVersion: 0\n")
+    (target / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nzz_aspire_gpu_probe = bench.gpu_probe:load\n"
+    )
+
+
+def load() -> None:
+    """Called by SGLang in every process that loads plugins."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    Scheduler.probe_kv = probe_kv
+    Scheduler.probe_host = probe_host
+    if os.environ.get("PROBE_SPLITS"):
+        _read_in_one_piece()
+    if os.environ.get("PROBE_BREAK"):
+        _keep_draft_kv()
+    if os.environ.get("PROBE_REPLAY"):
+        _replay(float(os.environ["PROBE_REPLAY"]))
+
+
+def probe_kv(scheduler: Any, texts: list[list[int]], starts: list[int], path: str) -> None:
+    """Save keys and values of the cached texts, from position ``starts[i]`` on, to ``path``.
+
+    A list of ``[2, layers, tokens, heads, dim]`` tensors. The last token of a text has no KV, and
+    only whole pages are cached.
+    """
+    import torch
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    found = []
+    for ids, start in zip(texts, starts, strict=True):
+        key = RadixKey(array("q", ids))
+        slots = scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key)).device_indices
+        if len(slots) < len(ids) - scheduler.page_size:
+            raise ValueError(f"{len(slots)} of {len(ids)} tokens are cached")
+        slots = slots[start : len(ids) - 1].long()
+        layers = range(pool.layer_num)
+        keys = torch.stack([pool.get_key_buffer(layer)[slots] for layer in layers])
+        values = torch.stack([pool.get_value_buffer(layer)[slots] for layer in layers])
+        found.append(torch.stack([keys, values]).cpu())
+    torch.save(found, path)
+
+
+def probe_host(scheduler: Any, path: str | None) -> None:
+    """Start Python's profiler in the scheduler; with a path, stop it and save what it found."""
+    if path is None:
+        scheduler.probe_profile = cProfile.Profile()
+        scheduler.probe_profile.enable()
+        return
+    scheduler.probe_profile.disable()
+    scheduler.probe_profile.dump_stats(path)
+
+
+def _read_in_one_piece() -> None:
+    from sgl_kernel import flash_attn
+
+    original = flash_attn.flash_attn_with_kvcache
+    signature = inspect.signature(original)
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments.update(num_splits=1, scheduler_metadata=None)
+        return original(*bound.args, **bound.kwargs)
+
+    flash_attn.flash_attn_with_kvcache = whole
+
+
+def _keep_draft_kv() -> None:
+    from aspire_sglang.kernels import step_layout
+
+    original = step_layout.lay_out_step
+    signature = inspect.signature(original)
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        row = given["token_row"]
+        drafted = given["token_step"] < given["pending"][row.clamp(min=0).long()]
+        # Slot 0 is where padding goes.
+        given["out_cache_loc"].masked_fill_(drafted & (row >= 0), 0)
+
+    step_layout.lay_out_step = broken
+
+
+def _replay(rate: float) -> None:
+    import torch
+
+    from aspire_sglang.runtime.device_sampler import DeviceSampler
+
+    original = DeviceSampler._accept
+
+    def replayed(sampler: Any, step: Any, view: Any) -> Any:
+        count = step.num_tokens
+        tokens, row = view.next_tokens[:count], view.token_row[:count]
+        draft = view.input_ids[:count].roll(-1)
+        judged = row == row.roll(-1)
+        judged[-1] = False
+        passed = torch.rand(count, device=tokens.device) < rate
+        other = (draft + 1) % 1000
+        tokens.copy_(torch.where(judged, torch.where(passed, draft, other), tokens))
+        return original(sampler, step, view)
+
+    setattr(DeviceSampler, "_accept", replayed)  # noqa: B010

@@ -1,0 +1,139 @@
+"""Where the time of a step goes, on the device and in the scheduler's thread.
+
+Phases of ``bench/gpu_lab.py``.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pstats
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from bench import gpu_engine
+from bench.gpu_variants import SETTINGS
+
+if TYPE_CHECKING:
+    from bench.gpu_lab import Lab
+
+
+def profile(lab: Lab) -> dict[str, Any]:
+    """Where the time of a step goes: device time by kernel, and what the device waits."""
+    found = {}
+    for count in lab.options.requests:
+        for temperature in lab.options.temperatures:
+            for name in ("stock", *lab.options.settings):
+                engine = lab.engines["stock" if name == "stock" else "aspire"]
+                if name != "stock":
+                    engine.call("configure", text=SETTINGS.get(name, name))
+                key = f"{name}, {count} x {lab.options.prompt_tokens}, temperature {temperature}"
+                found[key] = _profiled(lab, engine, lab.prompts[:count], temperature)
+                lab.say(f"{key}: {found[key]}")
+    return found
+
+
+def _profiled(
+    lab: Lab, engine: gpu_engine.Variant, prompts: list[list[int]], temperature: float
+) -> dict[str, Any]:
+    folder = lab.options.out / f"trace-{time.time_ns()}"
+    engine.generate(prompts, 1)
+    steps = 30
+    params = {"max_new_tokens": 160, "temperature": temperature, "ignore_eos": True}
+    engine.ask(
+        "profiled", prompts=prompts, params=params, wait=0.35, folder=str(folder), steps=steps
+    )
+    deadline = time.perf_counter() + 30
+    while not (files := list(folder.rglob("*.trace.json.gz"))) and time.perf_counter() < deadline:
+        time.sleep(0.5)
+    time.sleep(1.0)
+    if not files:
+        return {"error": "no trace"}
+    with gzip.open(files[0]) as stream:
+        events = json.load(stream)["traceEvents"]
+    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if not kernels:
+        return {"error": "no kernels"}
+    first = min(e["ts"] for e in kernels)
+    last = max(e["ts"] + e["dur"] for e in kernels)
+    total: Counter[str] = Counter()
+    for event in kernels:
+        total[_group(event["name"])] += event["dur"]
+    return {
+        "steps": steps,
+        "us_per_step": (last - first) / steps,
+        "busy_us_per_step": sum(total.values()) / steps,
+        "kernels_per_step": len(kernels) / steps,
+        "us_per_step_by_group": {k: round(v / steps, 1) for k, v in total.most_common(22)},
+    }
+
+
+def host(lab: Lab) -> dict[str, Any]:
+    """What the scheduler's thread does in a step, by Python's profiler, which slows it down."""
+    found = {}
+    for temperature in lab.options.temperatures[:1]:
+        for count in lab.options.requests:
+            for name in ("stock", *lab.options.settings):
+                engine = lab.engines.get("stock" if name == "stock" else "aspire")
+                if engine is None:
+                    continue
+                if name != "stock":
+                    engine.ask("configure", text=SETTINGS.get(name, name))
+                key = f"{name}, {count} x {lab.options.prompt_tokens}, temperature {temperature}"
+                found[key] = _host_profile(lab, engine, lab.prompts[:count], temperature)
+                lab.say(f"{key}\n{found[key]}")
+    return found
+
+
+def _host_profile(
+    lab: Lab, engine: gpu_engine.Variant, prompts: list[list[int]], temperature: float
+) -> str:
+    path = lab.options.out / f"host-{time.time_ns()}.prof"
+    engine.answers(prompts, 1)
+    engine.ask("collective_rpc", method="probe_host", path=None)
+    before = engine.counters()
+    engine.answers(prompts, 96, temperature)
+    engine.ask("collective_rpc", method="probe_host", path=str(path))
+    steps = engine.counters().get("decode_steps", 0) - before.get("decode_steps", 0)
+    text = io.StringIO()
+    stats = pstats.Stats(str(path), stream=text)
+    stats.sort_stats("tottime").print_stats(45)
+    stats.sort_stats("cumtime").print_stats(60)
+    lines = [line for line in text.getvalue().splitlines() if line.strip()]
+    return f"{steps} decode steps\n" + "\n".join(line[-150:] for line in lines)
+
+
+_GROUPS = (
+    ("flash", "attention"),
+    ("combine", "attention"),
+    ("prepare_varlen", "attention schedule"),
+    ("page_scores", "refresh"),
+    ("select_pages", "refresh"),
+    ("refresh_tables", "refresh"),
+    ("build_tables", "page tables"),
+    ("nvjet", "products"),
+    ("gemm", "products"),
+    ("gemv", "products"),
+    ("cutlass", "products"),
+    ("cublas", "products"),
+    ("splitK", "products"),
+    ("_best_", "choose tokens"),
+    ("accept", "accept"),
+    ("lay_out", "layout"),
+    ("rmsnorm", "norm"),
+    ("norm", "norm"),
+    ("rope", "rope"),
+    ("rotary", "rope"),
+    ("silu", "activation"),
+    ("store", "KV write"),
+    ("memcpy", "copies"),
+    ("memset", "copies"),
+)
+
+
+def _group(name: str) -> str:
+    lower = name.lower()
+    found = next((group for part, group in _GROUPS if part.lower() in lower), None)
+    return found or name[:60]

@@ -1,0 +1,57 @@
+"""What an engine process is asked for beside generating: settings, arrivals, traces."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+
+def configure(engine: Any, file: Path, text: str) -> bool:
+    """Let a running engine take other ASPIRE settings."""
+    from sglang.srt.managers.io_struct import SetInternalStateReq
+
+    file.write_text(text)
+    request = SetInternalStateReq(server_args={"aspire_reload_config": 1})
+    done = engine.loop.run_until_complete(engine.tokenizer_manager.set_internal_state(request))
+    return all(done)
+
+
+async def arrivals(
+    engine: Any, prompts: list[list[int]], delays: list[float], params: dict[str, Any]
+) -> list[float]:
+    """Requests that arrive one after another; the latency of each in seconds."""
+
+    async def one(ids: list[int], delay: float) -> float:
+        await asyncio.sleep(delay)
+        start = time.perf_counter()
+        await engine.async_generate(input_ids=ids, sampling_params=params)
+        return time.perf_counter() - start
+
+    return await asyncio.gather(*map(one, prompts, delays))
+
+
+async def profiled(
+    engine: Any,
+    prompts: list[list[int]],
+    params: dict[str, Any],
+    wait: float,
+    folder: str,
+    steps: int,
+) -> None:
+    """Trace ``steps`` steps, ``wait`` seconds after the requests came."""
+    from sglang.srt.managers.io_struct import ProfileReq, ProfileReqType
+
+    work = asyncio.create_task(engine.async_generate(input_ids=prompts, sampling_params=params))
+    await asyncio.sleep(wait)
+    request = ProfileReq(
+        req_type=ProfileReqType.START_PROFILE,
+        output_dir=folder,
+        num_steps=steps,
+        activities=["GPU"],
+        with_stack=False,
+        record_shapes=False,
+    )
+    await engine.tokenizer_manager.start_profile(request)
+    await work

@@ -1,0 +1,56 @@
+"""The engines that GPU measurements start: arguments, ASPIRE settings, environment."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+STOCK_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
+# Tiers of gamma 16: 17 tokens times these.
+ASPIRE_SIZES = [1, 2, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 56, 64, 72, 80]
+ASPIRE_SIZES += [96, 112, 128, 160, 192, 224, 256]
+
+STOCK: dict[str, Any] = {"attention_backend": "fa3", "cuda_graph_bs_decode": STOCK_SIZES}
+ASPIRE: dict[str, Any] = {
+    "attention_backend": "aspire",
+    "speculative_algorithm": "ASPIRE",
+    "cuda_graph_bs_decode": ASPIRE_SIZES,
+}
+SMALL = {"max_running_requests": 16, "max_total_tokens": 130_000}
+EAGER = {"disable_cuda_graph": True, "disable_overlap_schedule": True}
+STAGGERED = "{scheduler: {policy: staggered, gamma: 6}}"
+COVERED = "{context: {ratio: 1.0}, scheduler: {policy: staggered, gamma: 6}}"
+# Sparse contexts so small that many drafts are rejected.
+TINY = "{context: {min_pages: 10, ratio: 0.01}, scheduler: {policy: staggered, gamma: 6}}"
+
+# name: engine arguments, ASPIRE configuration, environment. The first is what texts are compared
+# with.
+VARIANTS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
+    "stock": (STOCK, "", {}),
+    "aspire": (ASPIRE, os.environ.get("ASPIRE_BENCH_CONFIG", ""), {}),
+    "eager": ({**ASPIRE, **SMALL, **EAGER}, STAGGERED, {}),
+    "graphs": ({**ASPIRE, **SMALL, "disable_overlap_schedule": True}, STAGGERED, {}),
+    "overlap": ({**ASPIRE, **SMALL}, STAGGERED, {}),
+    "covered": ({**ASPIRE, **SMALL}, COVERED, {}),
+    "page16": ({**ASPIRE, **SMALL, "page_size": 16}, STAGGERED, {}),
+    "page64": (
+        {**ASPIRE, **SMALL, "page_size": 64},
+        "{context: {page_size: 64}, scheduler: {policy: staggered, gamma: 6}}",
+        {},
+    ),
+    "tiny": ({**ASPIRE, **SMALL}, TINY, {}),
+    "broken": ({**ASPIRE, **SMALL}, TINY, {"PROBE_BREAK": "1"}),
+    "stock_whole": ({**STOCK, **SMALL}, "", {"PROBE_SPLITS": "1"}),
+    "whole": ({**ASPIRE, **SMALL}, STAGGERED, {"PROBE_SPLITS": "1"}),
+    # float16 rounds logits eight times finer than bfloat16: distributions can be told apart.
+    "half": ({**ASPIRE, **SMALL, "dtype": "float16"}, STAGGERED, {}),
+    "half_tiny": ({**ASPIRE, **SMALL, "dtype": "float16"}, TINY, {}),
+    "stock_half": ({**STOCK, **SMALL, "dtype": "float16"}, "", {}),
+    "plain": ({**STOCK, "attention_backend": "aspire"}, "", {}),
+}
+
+# Settings that a running ASPIRE engine is given in turn.
+DEFAULT = ""
+STAGGERED_8 = "{scheduler: {policy: staggered, gamma: 8}}"
+PLAIN = "{scheduler: {policy: ar}}"
+SETTINGS = {"default": DEFAULT, "staggered": STAGGERED_8, "ar": PLAIN}
