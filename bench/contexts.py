@@ -26,10 +26,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench import machine, stats
-from bench.server import ROOT, Server, aspire_args, exit_on_signals, plain_args
+from aspire_sglang.cli import machine
+from aspire_sglang.cli.server import Server, aspire_args, exit_on_signals, plain_args
+from aspire_sglang.cli.texts import real_texts
+from bench import stats
+from bench.paths import ROOT
 from bench.smollm2 import cache_root, model_path
-from bench.texts import real_texts
 
 
 def contexts(tokens: int) -> dict[str, dict[str, Any]]:

@@ -22,15 +22,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.markup import escape
 
-from bench import machine, stats
+from aspire_sglang.cli import machine
+from aspire_sglang.cli.server import Server, ServerError, aspire_args, exit_on_signals, plain_args
+from aspire_sglang.cli.texts import real_texts
+from bench import stats
 from bench.doors import DoorError
+from bench.paths import ROOT
 from bench.report import Report, build_report
 from bench.report_view import show_report, show_requests
 from bench.rescore import score, tau
 from bench.rounds import Request, Round, run_round
-from bench.server import ROOT, Server, ServerError, aspire_args, exit_on_signals, plain_args
 from bench.smollm2 import ModelError, cache_root, model_path
-from bench.texts import real_texts
 
 # Door, kind and prompt tokens: short and long, easy and hard to draft, side by side.
 REQUESTS = (

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import openai
 
+from aspire_sglang.cli.texts import Prompt
 from bench.answer import Answer
-from bench.texts import Prompt
 
 OnTokens = Callable[[int], None]
 # A door sends one prompt: (server, prompt, tokens wanted, request id, progress) -> answer.

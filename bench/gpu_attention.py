@@ -38,7 +38,7 @@ from aspire_sglang.attention.mixed import (
     MixedStep,
     create_mixed_attention,
 )
-from bench.machine import commit
+from aspire_sglang.cli.machine import commit
 
 LAYERS = 4
 REPLAYS = 20

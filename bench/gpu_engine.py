@@ -173,7 +173,7 @@ def load_prompts(model: str, count: int, length: int) -> list[list[int]]:
     each time a little shorter at the front, so that no two share a prefix."""
     from transformers import AutoTokenizer
 
-    from bench.texts import real_texts
+    from aspire_sglang.cli.texts import real_texts
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     distinct = min(count, 64)
@@ -347,7 +347,7 @@ def main() -> int:
 def _environment(commit: str | None) -> dict[str, Any]:
     import torch
 
-    from bench.machine import describe_machine, describe_versions
+    from aspire_sglang.cli.machine import describe_machine, describe_versions
 
     return {
         "commit": commit,

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import triton
 
+from aspire_sglang.cli.machine import commit, describe_machine, describe_versions
 from aspire_sglang.context import PageLists, SelectionConfig
 from aspire_sglang.context import select_pages as torch_select_pages
 from aspire_sglang.kernels.greedy_accept import accept_greedy
@@ -30,7 +31,6 @@ from aspire_sglang.kernels.page_selection import select_pages
 from aspire_sglang.kernels.page_tables import build_tables
 from aspire_sglang.kernels.refresh_tables import refresh_tables
 from aspire_sglang.kernels.vote_rows import VoteRows
-from bench.machine import commit, describe_machine, describe_versions
 
 GAMMA = 16
 WIDE_PAGES = 8_192

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from aspire_sglang.cli.texts import Prompt, TextTokenizer, encode
 from bench.answer import Answer
 from bench.doors import DOORS
-from bench.texts import Prompt, TextTokenizer, encode
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from bench import machine, stats
+from aspire_sglang.cli import machine
+from aspire_sglang.cli.server import Server, aspire_args, exit_on_signals, plain_args
+from aspire_sglang.cli.texts import real_texts
+from bench import stats
 from bench.answer import decode_speed
+from bench.paths import ROOT
 from bench.rounds import Request, Round, run_round
-from bench.server import ROOT, Server, aspire_args, exit_on_signals, plain_args
 from bench.smollm2 import cache_root, model_path
-from bench.texts import real_texts
 
 CASES = {"long": (8, 6000, 256), "short": (8, 200, 256)}
 """Case: requests, prompt tokens of each, new tokens of each."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from bench.server import Server
+from aspire_sglang.cli.server import Server
 
 
 @dataclass

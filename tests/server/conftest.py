@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from bench.server import Server, aspire_args, plain_args
+from aspire_sglang.cli.server import Server, aspire_args, plain_args
 from bench.smollm2 import model_path
 from tests.server.client import Client
 

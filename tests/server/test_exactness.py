@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.texts import real_texts
+from aspire_sglang.cli.texts import real_texts
 from tests.server.conftest import DRAFTING, FULL, TINY, speculated
 from tests.server.prompts import COUNT, IDS, LOOP, PROSE, SHORT
 from tests.server.scoring import assert_greedy, gaps

@@ -7,13 +7,13 @@ import json
 import pytest
 from pydantic import ValidationError
 
+from aspire_sglang.cli.texts import Prompt
 from bench import stats
 from bench.answer import Answer, decode_speed
 from bench.report import Report, build_report
 from bench.rescore import gaps, is_consistent, tau
 from bench.rounds import Request, Round
 from bench.stats import Speculation, Steps
-from bench.texts import Prompt
 
 ABOUT = {
     "machine": {"cpu": "a processor", "cores": 2},

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from bench.sources import code, prose
-from bench.texts import COPY_REQUEST, KINDS, TOLERANCE, encode, real_texts
+from aspire_sglang.cli.sources import code, prose
+from aspire_sglang.cli.texts import COPY_REQUEST, KINDS, TOLERANCE, encode, real_texts
 
 
 class PieceTokenizer:

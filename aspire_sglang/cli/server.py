@@ -19,9 +19,8 @@ from typing import IO
 import httpx
 from rich.console import Console
 
-from bench.process_tree import kill_session
+from aspire_sglang.cli.process_tree import kill_session
 
-ROOT = Path(__file__).resolve().parents[1]
 HOST = "127.0.0.1"
 
 # What SGLang logs when a subprocess died; its main process may then hang for another minute.
@@ -124,7 +123,6 @@ class Server:
         atexit.register(self.stop)
         with self.log.open("wb") as log:
             # Its own session: Ctrl-C in the terminal reaches us only, and we end it in order.
-            # cwd: with `-m`, the current directory is importable, so it must not be an unknown one.
             self._process = _spawn(self.command, log, self._env)
 
     def wait_ready(self) -> None:
@@ -194,7 +192,6 @@ def _spawn(command: list[str], log: IO[bytes], env: dict[str, str]) -> subproces
         stdout=log,
         stderr=subprocess.STDOUT,
         env=env,
-        cwd=ROOT,
         start_new_session=True,
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, Protocol
 
-from bench.sources import Document, code, prose
+from aspire_sglang.cli.sources import Document, code, prose
 
 KINDS = ("continuation", "code", "copy", "chat")
 

@@ -1,0 +1,247 @@
+"""``aspire calibrate``: fit the sparse context to a model, on the machine that will serve it.
+
+One ASPIRE server runs all trials: the configuration is changed between rounds over the same
+prompts, which stay in the prefix cache. Greedy, at one draft length, so every candidate sees the
+same text and only its drafts differ.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from aspire_sglang.cli.server import Server
+from aspire_sglang.cli.trials import Candidate, Journal, Trial, promised_throughput, stages
+from aspire_sglang.speculation.cost_model import CostModel
+
+#: A candidate replaces the best one only if it is better by this share: less is noise.
+_MARGIN = 0.01
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is calibrated, and on what.
+
+    Attributes:
+        model: path or name of the model.
+        server_args: further flags of the server.
+        prompts: token ids of the texts.
+        num_layers: of the model.
+        gamma: drafts per verify during the trials.
+        new_tokens: tokens generated per text and trial.
+        batch: running requests that the budget is chosen for.
+    """
+
+    model: str
+    server_args: tuple[str, ...]
+    prompts: tuple[tuple[int, ...], ...]
+    num_layers: int
+    gamma: int
+    new_tokens: int
+    batch: int
+
+    @property
+    def context(self) -> int:
+        """Mean tokens of a prompt."""
+        return round(statistics.fmean(len(prompt) for prompt in self.prompts))
+
+    def key(self) -> dict[str, Any]:
+        """What the trials depend on."""
+        texts = hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16]
+        return {
+            "model": self.model,
+            "server_args": list(self.server_args),
+            "texts": texts,
+            "gamma": self.gamma,
+            "new_tokens": self.new_tokens,
+        }
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Outcome: the best candidate, every trial in order, and the server's cost model."""
+
+    best: Trial
+    trials: list[Trial]
+    cost: CostModel
+
+
+def calibrate(plan: Plan, work: Path, console: Console) -> Calibration:
+    """Run all trials that the work directory does not hold yet.
+
+    Raises:
+        ValueError: the work directory belongs to another calibration.
+        ServerError: the server did not start; the message ends with the end of its log.
+    """
+    journal = Journal(work / "trials.jsonl", plan.key())
+    config = work / "trial.yaml"
+    first = Candidate(refresh_layer=(plan.num_layers - 1) // 2)
+    room = sum(map(len, plan.prompts)) + len(plan.prompts) * (plan.new_tokens + 4 * plan.gamma)
+    args = [
+        *("--model-path", plan.model, "--attention-backend", "aspire"),
+        *("--speculative-algorithm", "ASPIRE", "--aspire-config", str(config)),
+        *("--speculative-num-steps", str(plan.gamma)),
+        *("--max-running-requests", str(len(plan.prompts))),
+        *("--max-total-tokens", str(room + 1024), "--log-level-http", "warning"),
+        *plan.server_args,
+    ]
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with (
+        ExitStack() as stack,
+        Progress(*columns, console=console) as progress,
+    ):
+        host = _Host(args, config, plan, work / "server.log", stack, console)
+        task = progress.add_task("reading the texts")
+        host.start(first)
+        trials: list[Trial] = []
+        best: Trial | None = None
+        for stage, candidates in stages(plan.num_layers, plan.context):
+            for candidate in candidates(best.candidate if best else first):
+                progress.update(task, description=f"{stage}: {_short(candidate)}")
+                trial = journal.get(candidate)
+                if trial is None:
+                    trial = host.measure(stage, candidate)
+                    journal.add(trial)
+                trials.append(trial)
+                if best is None or _value(trial, stage) > _value(best, stage) * (1 + _MARGIN):
+                    best = trial
+    assert best is not None
+    return Calibration(best, trials, host.cost)
+
+
+def _value(trial: Trial, stage: str) -> float:
+    # More budget always predicts better; whether it pays is a question of time.
+    return trial.throughput if stage == "budget" else trial.accept_length
+
+
+class _Host:
+    """The server that runs the trials."""
+
+    def __init__(
+        self,
+        args: list[str],
+        config: Path,
+        plan: Plan,
+        log: Path,
+        stack: ExitStack,
+        console: Console,
+    ) -> None:
+        self._server = Server(args, log=log, console=console)
+        self._config = config
+        self._plan = plan
+        stack.callback(self._server.stop)
+
+    def start(self, candidate: Candidate) -> None:
+        """Start the server with a candidate, and read the texts into its cache."""
+        _write(self._config, candidate, self._plan.gamma)
+        self._server.start()
+        self._server.wait_ready()
+        _ask(self._server.url, self._plan.prompts, 1, "warm")
+        found = _block(self._server.url)["cost_model"]
+        names = ("fixed_us", "per_token_us", "per_kv_us", "per_pair_us")
+        self.cost = CostModel(*(found[name] * 1e-6 for name in names))
+
+    def measure(self, stage: str, candidate: Candidate) -> Trial:
+        """Continue all texts with a candidate."""
+        plan, url = self._plan, self._server.url
+        self._switch(candidate)
+        label = hashlib.sha256(repr(candidate).encode()).hexdigest()[:12]
+        rids = _ask(url, plan.prompts, plan.new_tokens, label)
+        kept = _block(url)["requests"]
+        lengths = [
+            accepted + 1
+            for rid in rids
+            for drafts, accepted in zip(
+                kept[rid]["draft_length_sequence"], kept[rid]["accepted_sequence"], strict=True
+            )
+            if drafts == plan.gamma
+        ]
+        if not lengths:
+            raise RuntimeError(f"no verify of {plan.gamma} drafts in a trial; raise --new-tokens")
+        tries = sum(min(length, plan.gamma) for length in lengths)
+        rate = sum(length - 1 for length in lengths) / tries
+        promise = promised_throughput(
+            self.cost, rate, candidate.tokens, plan.context, plan.batch, plan.gamma
+        )
+        return Trial(stage, candidate, statistics.fmean(lengths), rate, len(lengths), promise)
+
+    def _switch(self, candidate: Candidate) -> None:
+        _write(self._config, candidate, self._plan.gamma)
+        reply = httpx.post(
+            f"{self._server.url}/set_internal_state",
+            json={"server_args": {"aspire_reload_config": 1}},
+            timeout=60,
+            trust_env=False,
+        )
+        if reply.json() != [True]:
+            # On a GPU the lists' memory is sized at start.
+            self._server.stop()
+            self.start(candidate)
+
+
+def _ask(url: str, prompts: Sequence[Sequence[int]], new_tokens: int, label: str) -> list[str]:
+    """Send all prompts at once; return the request ids."""
+
+    def one(numbered: tuple[int, Sequence[int]]) -> str:
+        rid = f"calibrate-{label}-{numbered[0]}"
+        body = {
+            "rid": rid,
+            "input_ids": list(numbered[1]),
+            "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+        }
+        httpx.post(f"{url}/generate", json=body, timeout=3600, trust_env=False).raise_for_status()
+        return rid
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(one, enumerate(prompts)))
+
+
+def _block(url: str) -> dict[str, Any]:
+    reply = httpx.get(f"{url}/server_info", timeout=60, trust_env=False).raise_for_status()
+    block: dict[str, Any] = reply.json()["internal_states"][0]["aspire"]
+    return block
+
+
+def _write(config: Path, candidate: Candidate, gamma: int) -> None:
+    config.parent.mkdir(parents=True, exist_ok=True)
+    scheduler = {"policy": "fixed", "gamma": gamma}
+    config.write_text(
+        yaml.safe_dump(
+            {"gamma_max": gamma, "context": candidate.settings(), "scheduler": scheduler}
+        )
+    )
+
+
+def _short(candidate: Candidate) -> str:
+    return (
+        f"layer {candidate.refresh_layer}, {candidate.reduction}, "
+        f"{candidate.tokens} tokens in pages of {candidate.page_size}"
+    )
+
+
+def written_config(plan: Plan, found: Calibration, provenance: dict[str, Any]) -> str:
+    """The configuration file: settings, and in its comments where they come from."""
+    best = found.best
+    today = datetime.date.today().isoformat()
+    lines = [
+        f"# {plan.model}, calibrated on {today} by `aspire calibrate`.",
+        *(f"# {name}: {value}" for name, value in provenance.items()),
+        f"# {len(plan.prompts)} texts of {plan.context} tokens on average, greedy, {plan.gamma} "
+        f"drafts per verify: accept length {best.accept_length:.2f}, rate {best.rate:.3f} "
+        f"({best.verifies} verifies).",
+    ]
+    settings = {"gamma_max": plan.gamma, "context": best.candidate.settings()}
+    return "\n".join(lines) + "\n" + yaml.safe_dump(settings, sort_keys=False)

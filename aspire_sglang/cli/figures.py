@@ -1,0 +1,44 @@
+"""Plots of a calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from aspire_sglang.cli.trials import Trial
+
+
+def plot_trials(trials: Sequence[Trial], path: Path, title: str) -> None:
+    """Accept length by refresh layer and by budget, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    layers = {t.candidate.refresh_layer: t for t in trials if t.stage.startswith("refresh layer")}
+    budgets = {t.candidate.tokens: t for t in trials if t.stage == "budget"}
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, found, label in (
+        (axes[0], layers, "refresh layer"),
+        (axes[1], budgets, "budget, tokens"),
+    ):
+        places = sorted(found)
+        axis.plot(places, [found[place].accept_length for place in places], marker="o")
+        axis.set_xlabel(label)
+        axis.set_ylabel("accept length")
+        axis.set_ylim(bottom=1)
+        axis.grid(alpha=0.3)
+    if budgets:
+        axes[1].set_xscale("log", base=2)
+        promise = axes[1].twinx()
+        places = sorted(budgets)
+        promise.plot(
+            places,
+            [budgets[place].throughput for place in places],
+            marker="s",
+            color="tab:orange",
+        )
+        promise.set_ylabel("promised tokens/s", color="tab:orange")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
