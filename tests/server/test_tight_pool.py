@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench.server import Server, aspire_args, plain_args
+from aspire_sglang.cli.server import Server, aspire_args, plain_args
 from tests.server.client import Client
 from tests.server.conftest import CHECKS, COMMON, DRAFTING, FULL, Aspire, speculated
 from tests.server.prompts import COUNT, LOOP, SHORT
