@@ -78,11 +78,12 @@ class AcceptanceConfig(_Section):
 class SchedulerConfig(_Section):
     """When a request stops drafting and verifies."""
 
-    policy: Literal["aspire", "shadow_price", "ar", "fixed", "staggered"] = Field(
+    policy: Literal["aspire", "shadow_price", "global", "ar", "fixed", "staggered"] = Field(
         "aspire",
         description="aspire: per-request length from acceptance and cost, the paper's objective; "
-        "shadow_price: the same for the throughput of the whole batch; fixed: one length, all "
-        "requests in step; staggered: one length, phases spread; ar: never draft",
+        "shadow_price: the same for the throughput of the whole batch; global: one length for all "
+        "from the same rule; fixed: one length, all requests in step; staggered: one length, "
+        "phases spread; ar: never draft",
     )
     gamma: Positive | None = Field(
         None, description="draft length of the policies fixed and staggered; default gamma_max"

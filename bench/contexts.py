@@ -14,22 +14,20 @@ import shlex
 import statistics
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import httpx
 import yaml
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from aspire_sglang.cli import machine
+from aspire_sglang.cli.client import aspire_block, continue_all, reload_config
 from aspire_sglang.cli.server import Server, aspire_args, exit_on_signals, plain_args
 from aspire_sglang.cli.texts import real_texts
-from bench import stats
 from bench.paths import ROOT
 from bench.smollm2 import cache_root, model_path
 
@@ -76,14 +74,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Server(args, log=cache_root() / "logs" / "contexts.log", console=console) as server:
         ids = [list(prompt.input_ids) for prompt in prompts]
         with console.status("prefill"):
-            _ask(server.url, ids, 1, "warm")
+            continue_all(server.url, ids, 1, "warm")
         variants = {k: v for tokens in options.budgets for k, v in contexts(tokens).items()}
         for name, context in track(variants.items(), "contexts", console=console):
             settings = {"scheduler": {"policy": "fixed", "gamma": options.gamma}}
             config.write_text(yaml.safe_dump({**settings, "context": context}))
-            _reload(server.url)
-            rids = _ask(server.url, ids, options.new_tokens, name.replace(" ", "-"))
-            kept = stats.aspire_block(server.url)["requests"]
+            if not reload_config(server.url):
+                raise RuntimeError("the server did not take the configuration; see its log")
+            rids = continue_all(server.url, ids, options.new_tokens, name.replace(" ", "-"))
+            kept = aspire_block(server.url)["requests"]
             results[name] = _accept_lengths([kept[rid] for rid in rids], options.gamma)
     _show(console, results)
     options.out.write_text(
@@ -104,30 +103,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     console.print(f"result: {options.out}")
     return 0
-
-
-def _ask(url: str, prompts: list[list[int]], new_tokens: int, label: str) -> list[str]:
-    """Send all prompts at once; return the request ids."""
-
-    def one(numbered: tuple[int, list[int]]) -> str:
-        rid = f"{label}-{numbered[0]}"
-        body = {
-            "rid": rid,
-            "input_ids": numbered[1],
-            "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
-        }
-        httpx.post(f"{url}/generate", json=body, timeout=1800, trust_env=False).raise_for_status()
-        return rid
-
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(one, enumerate(prompts)))
-
-
-def _reload(url: str) -> None:
-    body = {"server_args": {"aspire_reload_config": 1}}
-    reply = httpx.post(f"{url}/set_internal_state", json=body, timeout=60, trust_env=False)
-    if reply.json() != [True]:
-        raise RuntimeError("the server did not take the configuration; see its log")
 
 
 def _accept_lengths(requests: list[dict[str, Any]], gamma: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from aspire_sglang.cli import machine
+from aspire_sglang.cli.client import aspire_block
 from aspire_sglang.cli.server import Server, ServerError, aspire_args, exit_on_signals, plain_args
 from aspire_sglang.cli.texts import real_texts
 from bench import stats
@@ -142,9 +143,9 @@ def _demo(options: argparse.Namespace, console: Console) -> int:
 
     with server("ASPIRE", setup.aspire_flags) as aspire:
         fill = _round(setup, aspire, 1, "prefill", console)
-        before = stats.steps(stats.aspire_block(aspire.url))
+        before = stats.steps(aspire_block(aspire.url))
         decode = _round(setup, aspire, options.new_tokens, "ASPIRE", console)
-        block = stats.aspire_block(aspire.url)
+        block = aspire_block(aspire.url)
         steps = stats.steps(block) - before
         speculation = [stats.speculation(block, answer) for answer in decode.answers]
     with server("plain", setup.plain_flags) as plain:

@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from aspire_sglang.cli import machine
+from aspire_sglang.cli.client import aspire_block
 from aspire_sglang.cli.server import Server, aspire_args, exit_on_signals, plain_args
 from aspire_sglang.cli.texts import real_texts
-from bench import stats
 from bench.answer import decode_speed
 from bench.paths import ROOT
 from bench.rounds import Request, Round, run_round
@@ -126,7 +126,7 @@ def _case(
         if {"ASPIRE", "plain"} <= ids.keys():
             pairs = zip(ids["ASPIRE"], ids["plain"], strict=True)
             identical.append(sum(a == b for a, b in pairs))
-    block = stats.aspire_block(servers["ASPIRE"].url) if "ASPIRE" in servers else {}
+    block = aspire_block(servers["ASPIRE"].url) if "ASPIRE" in servers else {}
     block.pop("requests", None)
     return {
         "requests": count,

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from bench.answer import Answer
 
 
@@ -44,12 +42,6 @@ class Steps:
     @property
     def mixed_fraction(self) -> float:
         return self.mixed / self.decode if self.decode else 0.0
-
-
-def aspire_block(url: str) -> dict[str, Any]:
-    """The block ``aspire`` of ``/server_info``; empty for a server without speculation."""
-    reply = httpx.get(f"{url}/server_info", timeout=60, trust_env=False).raise_for_status()
-    return reply.json()["internal_states"][0].get("aspire", {})
 
 
 def steps(block: Mapping[str, Any]) -> Steps:

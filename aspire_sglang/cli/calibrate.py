@@ -11,18 +11,16 @@ import datetime
 import hashlib
 import json
 import statistics
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import yaml
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from aspire_sglang.cli.client import aspire_block, continue_all, reload_config
 from aspire_sglang.cli.server import Server
 from aspire_sglang.cli.trials import Candidate, Journal, Trial, promised_throughput, stages
 from aspire_sglang.speculation.cost_model import CostModel
@@ -149,8 +147,8 @@ class _Host:
         _write(self._config, candidate, self._plan.gamma)
         self._server.start()
         self._server.wait_ready()
-        _ask(self._server.url, self._plan.prompts, 1, "warm")
-        found = _block(self._server.url)["cost_model"]
+        continue_all(self._server.url, self._plan.prompts, 1, "warm")
+        found = aspire_block(self._server.url)["cost_model"]
         names = ("fixed_us", "per_token_us", "per_kv_us", "per_pair_us")
         self.cost = CostModel(*(found[name] * 1e-6 for name in names))
 
@@ -159,8 +157,8 @@ class _Host:
         plan, url = self._plan, self._server.url
         self._switch(candidate)
         label = hashlib.sha256(repr(candidate).encode()).hexdigest()[:12]
-        rids = _ask(url, plan.prompts, plan.new_tokens, label)
-        kept = _block(url)["requests"]
+        rids = continue_all(url, plan.prompts, plan.new_tokens, f"calibrate-{label}")
+        kept = aspire_block(url)["requests"]
         lengths = [
             accepted + 1
             for rid in rids
@@ -180,39 +178,10 @@ class _Host:
 
     def _switch(self, candidate: Candidate) -> None:
         _write(self._config, candidate, self._plan.gamma)
-        reply = httpx.post(
-            f"{self._server.url}/set_internal_state",
-            json={"server_args": {"aspire_reload_config": 1}},
-            timeout=60,
-            trust_env=False,
-        )
-        if reply.json() != [True]:
+        if not reload_config(self._server.url):
             # On a GPU the lists' memory is sized at start.
             self._server.stop()
             self.start(candidate)
-
-
-def _ask(url: str, prompts: Sequence[Sequence[int]], new_tokens: int, label: str) -> list[str]:
-    """Send all prompts at once; return the request ids."""
-
-    def one(numbered: tuple[int, Sequence[int]]) -> str:
-        rid = f"calibrate-{label}-{numbered[0]}"
-        body = {
-            "rid": rid,
-            "input_ids": list(numbered[1]),
-            "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
-        }
-        httpx.post(f"{url}/generate", json=body, timeout=3600, trust_env=False).raise_for_status()
-        return rid
-
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(one, enumerate(prompts)))
-
-
-def _block(url: str) -> dict[str, Any]:
-    reply = httpx.get(f"{url}/server_info", timeout=60, trust_env=False).raise_for_status()
-    block: dict[str, Any] = reply.json()["internal_states"][0]["aspire"]
-    return block
 
 
 def _write(config: Path, candidate: Candidate, gamma: int) -> None:

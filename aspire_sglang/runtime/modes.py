@@ -23,6 +23,8 @@ def policy_of(config: SchedulerConfig, gamma_max: int) -> Policy:
                 first_draft=config.first_draft,
                 probe_interval=config.probe_interval,
             )
+        case "global":
+            return make_policy("global", gamma_max=gamma_max, first_draft=config.first_draft)
         case "fixed" | "staggered" as name:
             return make_policy(name, gamma=min(config.gamma or gamma_max, gamma_max))
         case name:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from aspire_sglang.speculation.adaptive import AspirePolicy, ShadowPricePolicy
+from aspire_sglang.speculation.adaptive import AspirePolicy, GlobalLengthPolicy, ShadowPricePolicy
 from aspire_sglang.speculation.cost_model import CostModel
 from aspire_sglang.speculation.rows import Policy, RowState, check_at_least_one
 
@@ -19,6 +19,7 @@ __all__ = [
     "AspirePolicy",
     "AutoregressivePolicy",
     "FixedPolicy",
+    "GlobalLengthPolicy",
     "Policy",
     "RowState",
     "ShadowPricePolicy",
@@ -103,6 +104,7 @@ _POLICIES: dict[str, Callable[..., Policy]] = {
     StaggeredPolicy.name: StaggeredPolicy,
     AspirePolicy.name: AspirePolicy,
     ShadowPricePolicy.name: ShadowPricePolicy,
+    GlobalLengthPolicy.name: GlobalLengthPolicy,
 }
 
 

@@ -10,7 +10,13 @@ import pytest
 
 from aspire_sglang.speculation.acceptance import BetaAcceptance
 from aspire_sglang.speculation.cost_model import CostModel, StepShape
-from aspire_sglang.speculation.policies import RowState, ShadowPricePolicy, make_policy
+from aspire_sglang.speculation.policies import (
+    AspirePolicy,
+    GlobalLengthPolicy,
+    RowState,
+    ShadowPricePolicy,
+    make_policy,
+)
 from bench.simulator import TWO_CORES, Outcome, Workload, compare, simulate
 
 GPU = CostModel(1.9e-3, 1e-6, 7e-9)
@@ -108,3 +114,20 @@ def test_a_batch_that_turns_from_hard_to_easy_drafts_again(name: str) -> None:
     before = run(hard, 400)
     assert np.mean(before.lengths[-40:]) < 0.2
     assert np.mean(run(easy, 1200).lengths[-40:]) > 6
+
+
+def test_one_length_for_all_is_that_of_the_mean_request() -> None:
+    rows = [
+        RowState(committed, 0, 512, rate, 16, verifies=5)
+        for committed, rate in ((2000, 0.8), (6000, 0.95), (7000, 0.9))
+    ]
+    policy = GlobalLengthPolicy()
+    mean = RowState(5000, 0, 512, sum(row.rate for row in rows) / 3, 16, verifies=5)
+    (best,) = set(AspirePolicy().best_lengths([mean] * 3, TWO_CORES))
+    assert best > 0
+    for pending in range(17):
+        decided = policy.decide([replace(row, pending=pending) for row in rows], TWO_CORES)
+        assert decided == [pending >= best] * 3
+    fresh = replace(rows[0], verifies=0, pending=min(best, 3))
+    assert policy.decide([fresh, *rows[1:]], TWO_CORES)[0]
+    assert policy.decide([], TWO_CORES) == []
