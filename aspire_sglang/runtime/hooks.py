@@ -22,6 +22,7 @@ from aspire_sglang.runtime import (
     grammars,
     introspection,
     logit_rules,
+    logprobs,
     requests,
     reserve,
     results,
@@ -77,6 +78,13 @@ HOOKS = (
         results.process_verified_rows,
         "rows that only drafted have no result yet: they must not be counted, streamed or "
         "checked for stop conditions",
+    ),
+    Hook(
+        "managers.scheduler_components.batch_result_processor"
+        ".SchedulerBatchResultProcessor.move_logprobs_to_cpu",
+        HookType.AROUND,
+        logprobs.move_logprobs,
+        "a prefill of requests of which only some list token ids would end the scheduler",
     ),
     Hook(
         "managers.scheduler_components.metrics_reporter"

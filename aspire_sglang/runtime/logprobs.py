@@ -7,6 +7,7 @@ over temperature, with penalties and biases; without temperature if the whole ba
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,3 +89,16 @@ def _report_listed(
         if lists[row] is not None:
             output.next_token_token_ids_logprobs_val[cell] = logprobs[i, lists[row]]
             output.next_token_token_ids_logprobs_idx[cell] = lists[row]
+
+
+def move_logprobs(
+    original: Callable[..., None], processor: Any, *, batch: Any, logits_output: Any
+) -> None:
+    """AROUND ``move_logprobs_to_cpu``: requests of a prefill that list no ids have an empty list.
+
+    SGLang turns every entry into a list and meets one already, which ends its scheduler.
+    """
+    listed = logits_output.next_token_token_ids_logprobs_val
+    if batch.return_logprob and listed:
+        logits_output.next_token_token_ids_logprobs_val = [torch.as_tensor(v) for v in listed]
+    original(processor, batch=batch, logits_output=logits_output)

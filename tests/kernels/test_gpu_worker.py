@@ -118,7 +118,7 @@ class Batch:
                 to_finish=None,
                 finished=lambda: False,
                 sampling_params=SimpleNamespace(
-                    max_new_tokens=new_tokens, top_k=1, temperature=1.0
+                    max_new_tokens=new_tokens, top_k=1, temperature=1.0, custom_params=None
                 ),
             )
             for i, length in enumerate(prompts)

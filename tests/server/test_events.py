@@ -131,18 +131,6 @@ def test_what_cannot_be_honoured_is_refused_by_name(aspire, name):
     assert name in reply.text
 
 
-def test_openai_door_refuses_too(aspire):
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": 8,
-        "session_params": {"id": "one"},
-    }
-    reply = aspire.post(body, "/v1/chat/completions")
-    assert reply.status_code == 400
-    assert "session_params" in reply.text
-
-
 def test_unknown_configuration_changes_nothing(aspire):
     before = aspire.aspire()["settings"]
     aspire.config_file.write_text("gama_max: 3\n")

@@ -81,7 +81,6 @@ def test_valid_setting_reaches_the_worker_processes(monkeypatch):
     ("change", "named"),
     [
         ({"device": "xpu"}, "--device xpu"),
-        ({"tp_size": 2}, "--tp-size 2"),
         ({"enable_torch_compile": True}, "--enable-torch-compile"),
         ({"disable_cuda_graph_padding": True}, "--disable-cuda-graph-padding"),
         ({"page_size": 32}, "--page-size 32"),
@@ -91,7 +90,37 @@ def test_what_a_gpu_does_not_support_is_named(monkeypatch, change, named):
     from aspire_sglang.runtime import algorithm
 
     monkeypatch.setenv("ASPIRE_CONFIG", "")
-    given = {"device": "cuda", "tp_size": 1, "page_size": 16}
+    given = {"device": "cuda", "page_size": 16}
     algorithm._refuse_unsupported_on_gpu(argparse.Namespace(**given))
     with pytest.raises(ValueError, match=f"^ASPIRE: {named}"):
         algorithm._refuse_unsupported_on_gpu(argparse.Namespace(**{**given, **change}))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tp_size": 2}, "--tp-size 2"),
+        ({"pp_size": 2}, "--pp-size 2"),
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode"),
+        ({"attention_backend": "triton"}, "needs --attention-backend aspire"),
+        ({"page_size": 16}, "--page-size 16"),
+    ],
+)
+def test_what_no_machine_supports_is_named(monkeypatch, change, named):
+    from aspire_sglang.runtime import algorithm
+
+    monkeypatch.setattr(algorithm.cpu_platform, "is_active", lambda: True)
+    given = {
+        "attention_backend": "aspire",
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
+        "page_size": 1,
+        "speculative_eagle_topk": None,
+        "speculative_num_steps": None,
+        "speculative_num_draft_tokens": None,
+    }
+    algorithm._refuse_unsupported(argparse.Namespace(**given))
+    with pytest.raises(ValueError, match=f"^ASPIRE: {named}"):
+        algorithm._refuse_unsupported(argparse.Namespace(**{**given, **change}))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aspire_sglang.runtime.hidden_states import report_hidden_states
-from aspire_sglang.runtime.logprobs import report_logprobs
+from aspire_sglang.runtime.logprobs import move_logprobs, report_logprobs
 
 # Batch rows 0 and 2 draft, rows 1, 3 and 4 verify 2, 0 and 1 drafts.
 VERIFY, PENDING, ACCEPT = [1, 3, 4], [3, 2, 0, 0, 1], [2, 1, 2]
@@ -80,3 +80,21 @@ def test_hidden_states_of_accepted_tokens():
         [5, 0, 0, 0],
         [6, 7, 0, 0],
     ]
+
+
+def test_a_prefill_of_which_some_requests_list_no_ids() -> None:
+    """SGLang's own function, which knows tensors only, with the hook around it."""
+    from sglang.srt.managers.scheduler_components.batch_result_processor import (
+        SchedulerBatchResultProcessor,
+    )
+
+    output = SimpleNamespace(
+        next_token_logprobs=torch.tensor([-0.5, -1.0]),
+        input_token_logprobs=None,
+        next_token_top_logprobs_val=None,
+        next_token_token_ids_logprobs_val=[torch.tensor([-2.0, -3.0]), []],
+    )
+    move = SchedulerBatchResultProcessor.move_logprobs_to_cpu
+    original = getattr(move, "__wrapped__", move)
+    move_logprobs(original, None, batch=SimpleNamespace(return_logprob=True), logits_output=output)
+    assert output.next_token_token_ids_logprobs_val == [[-2.0, -3.0], []]
