@@ -114,7 +114,8 @@ class AspireConfig(_Section):
     cost_file: str | None = Field(
         None,
         description="file of the fitted step-cost model; one of another device, model or setting "
-        "is refused and fitted again; default: one file per setting in the cache folder",
+        "is refused and fitted again; default: one file per setting in the cache folder on a GPU, "
+        "none on a CPU",
     )
     requests_kept: Positive = Field(
         256, description="finished requests whose statistics stay readable in /server_info"

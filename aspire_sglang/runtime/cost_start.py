@@ -1,8 +1,10 @@
 """The step-cost model at start-up: read from the last start's file, or measured and kept.
 
-A fit belongs to one device, model and setting. Each has a file of its own in the cache folder, so
-servers of different settings do not overwrite each other; a file given by name is used by whoever
-names it, and refused, with the reasons, where it was fitted for something else.
+A fit belongs to one device, model and setting. On a GPU each has a file of its own in the cache
+folder, so servers of different settings do not overwrite each other; a file given by name is used
+by whoever names it, and refused, with the reasons, where it was fitted for something else. On a CPU
+every start measures unless a file is named: the profile takes seconds, and what else runs on the
+cores changes from start to start.
 """
 
 from __future__ import annotations
@@ -35,15 +37,18 @@ def start_up_cost(worker: Any) -> RunningCost:
     if not config.cost_profile:
         return RunningCost()
     key = cost_key(worker)
-    path = Path(config.cost_file).expanduser() if config.cost_file else _cached(key)
-    try:
-        return RunningCost.stored(load_cost_model(path, key), str(path))
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as fault:
-        logger.warning("ASPIRE: %s; measuring again", fault)
+    path = Path(config.cost_file).expanduser() if config.cost_file else None
+    if path is None and str(worker.model_runner.device).startswith("cuda"):
+        path = _cached(key)
+    if path is not None:
+        try:
+            return RunningCost.stored(load_cost_model(path, key), str(path))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as fault:
+            logger.warning("ASPIRE: %s; measuring again", fault)
     cost = RunningCost.profiled(lambda: profile_steps(worker))
-    if cost.fitted is not None:
+    if cost.fitted is not None and path is not None:
         try:
             save_cost_model(path, key, cost.fitted)
         except OSError as fault:

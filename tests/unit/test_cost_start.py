@@ -20,13 +20,13 @@ SAMPLES = [
 ]
 
 
-def worker(config: AspireConfig, dtype: str = "float32"):
+def worker(config: AspireConfig, dtype: str = "float32", device: str = "cuda:0"):
     return SimpleNamespace(
         config=config,
         gamma_max=16,
         model_runner=SimpleNamespace(
             server_args=SimpleNamespace(model_path="model", tp_size=1),
-            device="cpu",
+            device=device,
             dtype=dtype,
             page_size=1,
             attn_backend=SimpleNamespace(context=SimpleNamespace(describe=lambda: "32 pages")),
@@ -44,6 +44,7 @@ def profiles(monkeypatch, tmp_path):
         return SAMPLES
 
     monkeypatch.setattr(cost_start, "profile_steps", measure)
+    monkeypatch.setattr(cost_start, "_device", str)
     return taken
 
 
@@ -54,6 +55,17 @@ def test_measured_once(profiles, tmp_path):
     assert first.model == again.model
     assert first.describe().startswith("profiled here")
     assert again.describe().startswith(f"read from {tmp_path}")
+
+
+def test_a_cpu_is_measured_at_every_start_unless_a_file_is_named(profiles, tmp_path):
+    for _ in range(2):
+        cost_start.start_up_cost(worker(AspireConfig(), device="cpu"))
+    assert len(profiles) == 2
+    assert list(tmp_path.iterdir()) == []
+    config = AspireConfig(cost_file=str(tmp_path / "mine.json"))
+    for _ in range(2):
+        cost_start.start_up_cost(worker(config, device="cpu"))
+    assert len(profiles) == 3
 
 
 def test_another_setting_has_a_fit_of_its_own(profiles):
