@@ -8,9 +8,7 @@ requests differ. Every fixed length is tried, and its best one quoted. Writes JS
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shlex
 import statistics
 import sys
 from collections.abc import Sequence
@@ -24,12 +22,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from aspire_sglang.cli import machine
 from aspire_sglang.cli.client import aspire_block, reload_config
 from aspire_sglang.cli.server import Server, aspire_args, exit_on_signals, plain_args
 from aspire_sglang.cli.texts import real_texts
 from bench.answer import decode_speed
-from bench.paths import ROOT
+from bench.provenance import provenance
 from bench.rounds import Request, run_round
 from bench.smollm2 import cache_root, model_path
 
@@ -141,11 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.out.write_text(
         json.dumps(
             {
-                "command": shlex.join(["python", "bench/ablation.py", *(argv or sys.argv[1:])]),
-                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "commit": machine.commit(ROOT),
-                "machine": machine.describe_machine(),
-                "versions": machine.describe_versions(),
+                **provenance(["bench/ablation.py", *(argv or sys.argv[1:])]),
                 "dtype": options.dtype,
                 "prompt_tokens": LENGTHS,
                 "new_tokens": options.new_tokens,

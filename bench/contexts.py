@@ -8,9 +8,7 @@ same text. Accept length is accepted drafts plus one, over the verifies that hel
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shlex
 import statistics
 import sys
 from collections.abc import Sequence
@@ -24,11 +22,16 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from aspire_sglang.cli import machine
-from aspire_sglang.cli.client import aspire_block, continue_all, reload_config
+from aspire_sglang.cli.client import (
+    aspire_block,
+    continue_all,
+    draft_rate,
+    full_run_lengths,
+    reload_config,
+)
 from aspire_sglang.cli.server import Server, aspire_args, exit_on_signals, plain_args
 from aspire_sglang.cli.texts import real_texts
-from bench.paths import ROOT
+from bench.provenance import provenance
 from bench.smollm2 import cache_root, model_path
 
 
@@ -88,11 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.out.write_text(
         json.dumps(
             {
-                "command": shlex.join(["python", "bench/contexts.py", *(argv or sys.argv[1:])]),
-                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "commit": machine.commit(ROOT),
-                "machine": machine.describe_machine(),
-                "versions": machine.describe_versions(),
+                **provenance(["bench/contexts.py", *(argv or sys.argv[1:])]),
                 "prompt_tokens": lengths,
                 "gamma": options.gamma,
                 "results": results,
@@ -108,15 +107,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _accept_lengths(requests: list[dict[str, Any]], gamma: int) -> dict[str, Any]:
     per_text, full = [], []
     for request in requests:
-        pairs = zip(request["draft_length_sequence"], request["accepted_sequence"], strict=True)
-        lengths = [accepted + 1 for drafts, accepted in pairs if drafts == gamma]
+        lengths = full_run_lengths([request], gamma)
         full += lengths
         per_text.append(statistics.fmean(lengths) if lengths else None)
-    # Successes over tries up to and with the first rejection: the rate per draft token.
-    tries = sum(min(length, gamma) for length in full)
     return {
         "accept_length": statistics.fmean(full),
-        "rate": sum(length - 1 for length in full) / tries,
+        "rate": draft_rate(full, gamma),
         "verifies": len(full),
         "per_text": per_text,
     }

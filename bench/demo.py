@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
-import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -22,13 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.markup import escape
 
-from aspire_sglang.cli import machine
 from aspire_sglang.cli.client import aspire_block
 from aspire_sglang.cli.server import Server, ServerError, aspire_args, exit_on_signals, plain_args
 from aspire_sglang.cli.texts import real_texts
 from bench import stats
 from bench.doors import DoorError
 from bench.paths import ROOT
+from bench.provenance import provenance
 from bench.report import Report, build_report
 from bench.report_view import show_report, show_requests
 from bench.rescore import score, tau
@@ -203,11 +201,7 @@ def _round(setup: Setup, server: Server, new_tokens: int, label: str, console: C
 
 def _about(setup: Setup) -> dict[str, Any]:
     return {
-        "machine": machine.describe_machine(),
-        "versions": machine.describe_versions(),
-        "commit": machine.commit(ROOT),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        **provenance(sys.argv),
         "server_flags": {"plain": setup.plain_flags, "aspire": setup.aspire_flags},
     }
 

@@ -8,9 +8,7 @@ server computes at a time; idle ones sleep.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shlex
 import statistics
 import sys
 from collections.abc import Sequence
@@ -23,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from aspire_sglang.cli import machine
 from aspire_sglang.cli.client import aspire_block
 from aspire_sglang.cli.server import Server, aspire_args, exit_on_signals, plain_args
 from aspire_sglang.cli.texts import real_texts
 from bench.answer import decode_speed
 from bench.paths import ROOT
+from bench.provenance import provenance
 from bench.rounds import Request, Round, run_round
 from bench.smollm2 import cache_root, model_path
 
@@ -60,11 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             name: _case(name, servers, options.repeats, tokenizer, console) for name in options.case
         }
     result = {
-        "command": shlex.join(["python", "bench/speed.py", *(argv or sys.argv[1:])]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": machine.commit(ROOT),
-        "machine": machine.describe_machine(),
-        "versions": machine.describe_versions(),
+        **provenance(["bench/speed.py", *(argv or sys.argv[1:])]),
         "dtype": options.dtype,
         "config": options.config.read_text(),
         "cases": cases,

@@ -20,7 +20,13 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from aspire_sglang.cli.client import aspire_block, continue_all, reload_config
+from aspire_sglang.cli.client import (
+    aspire_block,
+    continue_all,
+    draft_rate,
+    full_run_lengths,
+    reload_config,
+)
 from aspire_sglang.cli.server import Server
 from aspire_sglang.cli.trials import Candidate, Journal, Trial, promised_throughput, stages
 from aspire_sglang.speculation.cost_model import CostModel
@@ -159,18 +165,10 @@ class _Host:
         label = hashlib.sha256(repr(candidate).encode()).hexdigest()[:12]
         rids = continue_all(url, plan.prompts, plan.new_tokens, f"calibrate-{label}")
         kept = aspire_block(url)["requests"]
-        lengths = [
-            accepted + 1
-            for rid in rids
-            for drafts, accepted in zip(
-                kept[rid]["draft_length_sequence"], kept[rid]["accepted_sequence"], strict=True
-            )
-            if drafts == plan.gamma
-        ]
+        lengths = full_run_lengths([kept[rid] for rid in rids], plan.gamma)
         if not lengths:
             raise RuntimeError(f"no verify of {plan.gamma} drafts in a trial; raise --new-tokens")
-        tries = sum(min(length, plan.gamma) for length in lengths)
-        rate = sum(length - 1 for length in lengths) / tries
+        rate = draft_rate(lengths, plan.gamma)
         promise = promised_throughput(
             self.cost, rate, candidate.tokens, plan.context, plan.batch, plan.gamma
         )

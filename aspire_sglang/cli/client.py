@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -40,3 +40,24 @@ def aspire_block(url: str) -> dict[str, Any]:
     reply = httpx.get(f"{url}/server_info", timeout=60, trust_env=False).raise_for_status()
     block: dict[str, Any] = reply.json()["internal_states"][0].get("aspire", {})
     return block
+
+
+def full_run_lengths(requests: Sequence[Mapping[str, Any]], gamma: int) -> list[int]:
+    """Accept lengths (accepted drafts plus one) of the verifies that held ``gamma`` drafts.
+
+    Args:
+        requests: entries of the block's ``requests``.
+    """
+    return [
+        accepted + 1
+        for request in requests
+        for drafts, accepted in zip(
+            request["draft_length_sequence"], request["accepted_sequence"], strict=True
+        )
+        if drafts == gamma
+    ]
+
+
+def draft_rate(lengths: Sequence[int], gamma: int) -> float:
+    """Rate per draft token of such verifies: successes over tries, the first rejection included."""
+    return sum(length - 1 for length in lengths) / sum(min(length, gamma) for length in lengths)

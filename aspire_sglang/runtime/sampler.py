@@ -51,13 +51,7 @@ class StepSampler:
             sampling_info: SGLang's ``SamplingBatchInfo`` of the batch.
             seeds: per request its seed, None where it is not sampled with one.
         """
-        rows = SamplingRows.build(
-            sampling_info.temperatures,
-            sampling_info.top_ks,
-            sampling_info.top_ps,
-            sampling_info.min_ps,
-            device=logits.device,
-        )
+        rows = SamplingRows.of_batch(sampling_info, logits.device)
         drafts = len(plan.draft_rows)
         if drafts:
             self._draft(plan, states, logits[:drafts], rows, seeds)

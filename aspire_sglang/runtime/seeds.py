@@ -74,13 +74,7 @@ def sample_seeded(
     if not at:
         return tokens
     index = torch.tensor(at, device=probs.device)
-    rows = SamplingRows.build(
-        sampling_info.temperatures,
-        sampling_info.top_ks,
-        sampling_info.top_ps,
-        sampling_info.min_ps,
-        device=probs.device,
-    ).take(index)
+    rows = SamplingRows.of_batch(sampling_info, probs.device).take(index)
     seed = torch.tensor([seeds[row] for row in at], dtype=torch.int64, device=probs.device)
     drawn = draw_coupled(filter_probs(probs[index], rows), seed, positions[index])
     tokens[index] = drawn.to(tokens.dtype)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,15 @@ class SamplingRows:
         shapes = {tuple(t.shape) for t in self._tensors().values()}
         if len(shapes) != 1 or len(next(iter(shapes))) != 1:
             raise ValueError(f"sampling rows need five tensors of one shape [n], got {shapes}")
+
+    @classmethod
+    def of_batch(cls, info: Any, device: torch.device | str) -> SamplingRows:
+        """Rows of a batch of requests.
+
+        Args:
+            info: anything with ``temperatures``, ``top_ks``, ``top_ps`` and ``min_ps`` per request.
+        """
+        return cls.build(info.temperatures, info.top_ks, info.top_ps, info.min_ps, device=device)
 
     @classmethod
     def build(
