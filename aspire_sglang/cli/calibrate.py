@@ -110,6 +110,8 @@ def calibrate(plan: Plan, work: Path, console: Console) -> Calibration:
         host = _Host(args, config, plan, work / "server.log", stack, console)
         task = progress.add_task("reading the texts")
         host.start(first)
+        # One model for all comparisons, those with trials of an earlier run included.
+        cost = host.cost()
         trials: list[Trial] = []
         best: Trial | None = None
         for stage, candidates in stages(plan.num_layers, plan.context):
@@ -120,15 +122,24 @@ def calibrate(plan: Plan, work: Path, console: Console) -> Calibration:
                     trial = host.measure(stage, candidate)
                     journal.add(trial)
                 trials.append(trial)
-                if best is None or _value(trial, stage) > _value(best, stage) * (1 + _MARGIN):
+                if best is None or (
+                    _value(plan, cost, trial, stage)
+                    > _value(plan, cost, best, stage) * (1 + _MARGIN)
+                ):
                     best = trial
     assert best is not None
-    return Calibration(best, trials, host.cost)
+    return Calibration(best, trials, cost)
 
 
-def _value(trial: Trial, stage: str) -> float:
+def _value(plan: Plan, cost: CostModel, trial: Trial, stage: str) -> float:
     # More budget always predicts better; whether it pays is a question of time.
-    return trial.throughput if stage == "budget" else trial.accept_length
+    return promise(plan, cost, trial) if stage == "budget" else trial.accept_length
+
+
+def promise(plan: Plan, cost: CostModel, trial: Trial) -> float:
+    """Tokens per second that a trial's rate and budget promise."""
+    tokens = trial.candidate.tokens
+    return promised_throughput(cost, trial.rate, tokens, plan.context, plan.batch, plan.gamma)
 
 
 class _Host:
@@ -154,9 +165,12 @@ class _Host:
         self._server.start()
         self._server.wait_ready()
         continue_all(self._server.url, self._plan.prompts, 1, "warm")
+
+    def cost(self) -> CostModel:
+        """Step costs as the server knows them now."""
         found = aspire_block(self._server.url)["cost_model"]
         names = ("fixed_us", "per_token_us", "per_kv_us", "per_pair_us")
-        self.cost = CostModel(*(found[name] * 1e-6 for name in names))
+        return CostModel(*(found[name] * 1e-6 for name in names))
 
     def measure(self, stage: str, candidate: Candidate) -> Trial:
         """Continue all texts with a candidate."""
@@ -169,10 +183,7 @@ class _Host:
         if not lengths:
             raise RuntimeError(f"no verify of {plan.gamma} drafts in a trial; raise --new-tokens")
         rate = draft_rate(lengths, plan.gamma)
-        promise = promised_throughput(
-            self.cost, rate, candidate.tokens, plan.context, plan.batch, plan.gamma
-        )
-        return Trial(stage, candidate, statistics.fmean(lengths), rate, len(lengths), promise)
+        return Trial(stage, candidate, statistics.fmean(lengths), rate, len(lengths))
 
     def _switch(self, candidate: Candidate) -> None:
         _write(self._config, candidate, self._plan.gamma)

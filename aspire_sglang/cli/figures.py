@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from aspire_sglang.cli.trials import Trial
 
 
-def plot_trials(trials: Sequence[Trial], path: Path, title: str) -> None:
-    """Accept length by refresh layer and by budget, as a PNG."""
+def plot_trials(
+    trials: Sequence[Trial], promise: Callable[[Trial], float], path: Path, title: str
+) -> None:
+    """Accept length by refresh layer and by budget, as a PNG; ``promise``: tokens per second."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -30,15 +32,15 @@ def plot_trials(trials: Sequence[Trial], path: Path, title: str) -> None:
         axis.grid(alpha=0.3)
     if budgets:
         axes[1].set_xscale("log", base=2)
-        promise = axes[1].twinx()
+        right = axes[1].twinx()
         places = sorted(budgets)
-        promise.plot(
+        right.plot(
             places,
-            [budgets[place].throughput for place in places],
+            [promise(budgets[place]) for place in places],
             marker="s",
             color="tab:orange",
         )
-        promise.set_ylabel("promised tokens/s", color="tab:orange")
+        right.set_ylabel("promised tokens/s", color="tab:orange")
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -46,7 +46,7 @@ def calibrate(
     Further flags (--dtype bfloat16, --device cpu, ...) are handed to the server as they are.
     """
     from aspire_sglang.cli.calibrate import calibrate as run
-    from aspire_sglang.cli.calibrate import written_config
+    from aspire_sglang.cli.calibrate import promise, written_config
     from aspire_sglang.cli.figures import plot_trials
     from aspire_sglang.cli.prompts import load_plan
 
@@ -73,7 +73,7 @@ def calibrate(
             str(tried.page_size),
             str(tried.tokens),
             f"{trial.accept_length:.2f}",
-            f"{trial.throughput:.1f} tok/s",
+            f"{promise(plan, found.cost, trial):.1f} tok/s",
         )
     console.print(table)
     provenance = {
@@ -83,7 +83,8 @@ def calibrate(
     }
     out.write_text(written_config(plan, found, provenance))
     picture = out.with_suffix(".png")
-    plot_trials(found.trials, picture, f"{name}, aspire-sglang {_version()}")
+    title = f"{name}, aspire-sglang {_version()}"
+    plot_trials(found.trials, lambda trial: promise(plan, found.cost, trial), picture, title)
     console.print(f"wrote {out} and {picture}; use it with --aspire-config {out}")
 
 

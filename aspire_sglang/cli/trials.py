@@ -60,7 +60,6 @@ class Trial:
         accept_length: mean tokens per verify of ``gamma`` drafts.
         rate: accepted drafts per draft judged.
         verifies: verifies it is the mean of.
-        throughput: promised tokens per second, see :func:`promised_throughput`.
     """
 
     stage: str
@@ -68,7 +67,6 @@ class Trial:
     accept_length: float
     rate: float
     verifies: int
-    throughput: float
 
 
 class Journal:
