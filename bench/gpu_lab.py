@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import gpu_engine, gpu_exact
-from bench.gpu_profile import host, profile
+from bench.gpu_profile import host, profile, timeline
 from bench.gpu_variants import SETTINGS
 
 NEW_TOKENS = 96
@@ -58,6 +58,20 @@ class Lab:
 
     def speculative(self) -> dict[str, gpu_engine.Variant]:
         return {n: e for n, e in self.engines.items() if not n.startswith("stock") and n != "plain"}
+
+    def serving(self, name: str) -> gpu_engine.Variant | None:
+        """The engine of this name, or the one of ASPIRE with settings of this name; None if it was
+        not started.
+
+        Raises:
+            ValueError: the settings were not taken.
+        """
+        if name in ("stock", "plain"):
+            return self.engines.get(name)
+        engine = self.engines.get("aspire")
+        if engine and not engine.ask("configure", text=SETTINGS.get(name, name)):
+            raise ValueError(f"settings {name} were not taken")
+        return engine
 
     def mixed_lengths(self, count: int) -> list[list[int]]:
         """Prompts of 500 to 6,200 tokens."""
@@ -180,12 +194,11 @@ def timed(lab: Lab) -> dict[str, Any]:
 def _rates(
     lab: Lab, prompts: list[list[int]], temperature: float, repeats: int, settings: Any = None
 ) -> dict[str, Any]:
-    aspire, stock = lab.engines["aspire"], lab.engines["stock"]
     found: dict[str, Any] = {}
     for name in ["stock", *(settings or lab.options.settings)]:
-        engine = stock if name == "stock" else aspire
-        if engine is aspire and not aspire.ask("configure", text=SETTINGS.get(name, name)):
-            raise ValueError(f"settings {name} were not taken")
+        engine = lab.serving(name)
+        if engine is None:
+            continue
         measured = gpu_engine.measure(
             [engine], prompts, tuple(lab.options.new_tokens), repeats, temperature
         )[engine.name]
@@ -201,12 +214,17 @@ def _rates(
 
 
 def short(lab: Lab) -> dict[str, Any]:
-    """Scenario C: short contexts, where plain decoding is the right choice."""
+    """Scenario C: short contexts, where plain decoding is the right choice; and plain decoding on
+    ASPIRE's backend, also with long ones."""
     found = {}
     for count in (64, 1):
         prompts = [prompt[:512] for prompt in lab.prompts[:count]]
         lab.say(f"{count} x 512")
-        found[f"{count} x 512"] = _rates(lab, prompts, 0.0, 3, ["default", "ar"])
+        found[f"{count} x 512"] = _rates(lab, prompts, 0.0, 3, ["default", "plain"])
+        lab.save("short", found)
+    if "plain" in lab.engines:
+        lab.say("64 x 7000")
+        found["64 x 7000"] = _rates(lab, lab.prompts[:64], 0.0, 2, ["plain"])
     return found
 
 
@@ -218,9 +236,8 @@ def arrivals(lab: Lab) -> dict[str, Any]:
     params = {"max_new_tokens": new, "temperature": 0.0, "ignore_eos": True}
     found: dict[str, Any] = {}
     for name in ("stock", *lab.options.settings):
-        engine = lab.engines["stock" if name == "stock" else "aspire"]
-        if name != "stock":
-            engine.call("configure", text=SETTINGS.get(name, name))
+        engine = lab.serving(name)
+        assert engine is not None
         engine.generate(prompts, 1)
         runs = []
         for _ in range(2):
@@ -241,7 +258,7 @@ def arrivals(lab: Lab) -> dict[str, Any]:
 
 PHASES = {
     phase.__name__: phase
-    for phase in (texts, scores, distributions, timed, short, arrivals, profile, host)
+    for phase in (texts, scores, distributions, timed, short, arrivals, profile, host, timeline)
 }
 
 

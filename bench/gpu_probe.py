@@ -3,20 +3,26 @@
 SGLang finds it through an entry point that :func:`install` writes into a folder for the path of one
 engine; nothing of it is installed. What it does is chosen by environment variables:
 
-* always: the scheduler answers the remote calls ``probe_kv`` and ``probe_host``;
+* always: the scheduler answers the remote calls ``probe_kv``, ``probe_host``, ``probe_timeline``
+  and ``probe_fill``;
 * ``PROBE_SPLITS=1``: FlashAttention reads every context in one piece, in stock SGLang and ASPIRE;
 * ``PROBE_BREAK=1``: verify rows leave the KV that draft rows wrote, the fault that a check of the
   KV has to find;
 * ``PROBE_REPLAY=0.9``: drafts are accepted at that rate whatever the model says, for random
-  weights, whose own acceptance says nothing.
+  weights, whose own acceptance says nothing; ``probe_replay`` changes the rate;
+* ``PROBE_PHASES=1``: phases of plain steps begin at random and have random lengths.
 """
 
 from __future__ import annotations
 
 import cProfile
 import inspect
+import json
 import os
+import random
+import time
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +43,17 @@ def load() -> None:
 
     Scheduler.probe_kv = probe_kv
     Scheduler.probe_host = probe_host
+    Scheduler.probe_fill = probe_fill
+    Scheduler.probe_replay = probe_replay
+    Scheduler.probe_timeline = probe_timeline
     if os.environ.get("PROBE_SPLITS"):
         _read_in_one_piece()
     if os.environ.get("PROBE_BREAK"):
         _keep_draft_kv()
     if os.environ.get("PROBE_REPLAY"):
         _replay(float(os.environ["PROBE_REPLAY"]))
+    if os.environ.get("PROBE_PHASES"):
+        _random_phases()
 
 
 def probe_kv(scheduler: Any, texts: list[list[int]], starts: list[int], path: str) -> None:
@@ -80,6 +91,91 @@ def probe_host(scheduler: Any, path: str | None) -> None:
     scheduler.probe_profile.dump_stats(path)
 
 
+def probe_fill(scheduler: Any, texts: list[list[int]]) -> None:
+    """Pretend that the texts were prefilled: random KV, and entries in the prefix cache.
+
+    For timing with random weights, whose own KV would say no more and takes long to compute.
+    """
+    import torch
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    allocator = scheduler.token_to_kv_pool_allocator
+    pool = allocator.get_kvcache()
+    for layer in range(pool.layer_num):
+        pool.get_key_buffer(layer).normal_()
+        pool.get_value_buffer(layer).normal_()
+    for ids in texts:
+        slots = allocator.alloc(len(ids))
+        scheduler.tree_cache.insert(InsertParams(key=RadixKey(array("q", ids)), value=slots))
+    torch.cuda.synchronize()
+
+
+def probe_replay(scheduler: Any, rate: float) -> None:
+    """Accept drafts at this rate from now on."""
+    _RATE[0] = rate
+
+
+def probe_timeline(scheduler: Any, path: str | None) -> None:
+    """Record every step of the scheduler from now on; with a path, stop and save what came.
+
+    A list of ``["launch", start, end, mode, rows]``, ``["result", start, end]`` and
+    ``["step", drafts, verifies, tokens, seconds, plain]``.
+    """
+    if path is not None:
+        Path(path).write_text(json.dumps(scheduler.probe_events))
+        for name in ("run_batch", "process_batch_result"):
+            delattr(scheduler, name)
+        if scheduler.probe_step:
+            scheduler.draft_worker.telemetry.step = scheduler.probe_step
+        return
+    scheduler.probe_events = events = []
+
+    def timed(name: str, describe: Callable[..., list[Any]]) -> None:
+        original = getattr(scheduler, name)
+
+        def wrapped(batch: Any, *args: Any) -> Any:
+            start = time.perf_counter()
+            found = original(batch, *args)
+            events.append([*describe(batch)[:1], start, time.perf_counter(), *describe(batch)[1:]])
+            return found
+
+        setattr(scheduler, name, wrapped)
+
+    timed("run_batch", lambda batch: ["launch", _mode(batch), len(batch.reqs)])
+    timed("process_batch_result", lambda _: ["result"])
+    scheduler.probe_step = None
+    telemetry = getattr(scheduler.draft_worker, "telemetry", None)
+    if telemetry is not None:
+        scheduler.probe_step = step = telemetry.step
+
+        def recorded(**given: Any) -> None:
+            step(**given)
+            kinds = ("drafts", "verifies", "tokens", "seconds", "plain")
+            events.append(["step", *[given.get(kind) for kind in kinds]])
+
+        telemetry.step = recorded
+
+
+def _mode(batch: Any) -> str:
+    if batch.forward_mode.is_extend():
+        return "prefill"
+    return "plain" if batch.spec_algorithm.is_none() else "mixed"
+
+
+def _random_phases() -> None:
+    from aspire_sglang.runtime.modes import ModeScheduler
+
+    choice = random.Random(7)
+
+    def plain_steps(self: Any, slots: Any, seq_lens: Any, states: Any, caps: Any) -> int:
+        if any(state.pending for state in states):
+            return 0
+        return choice.choice([0, 0, 1, 1, 2, 3, 7, 40])
+
+    setattr(ModeScheduler, "plain_steps", plain_steps)  # noqa: B010
+
+
 def _read_in_one_piece() -> None:
     from sgl_kernel import flash_attn
 
@@ -111,8 +207,13 @@ def _keep_draft_kv() -> None:
     step_layout.lay_out_step = broken
 
 
+_RATE = [0.9]
+
+
 def _replay(rate: float) -> None:
     import torch
+
+    _RATE[0] = rate
 
     from aspire_sglang.runtime.device_sampler import DeviceSampler
 
@@ -124,7 +225,7 @@ def _replay(rate: float) -> None:
         draft = view.input_ids[:count].roll(-1)
         judged = row == row.roll(-1)
         judged[-1] = False
-        passed = torch.rand(count, device=tokens.device) < rate
+        passed = torch.rand(count, device=tokens.device) < _RATE[0]
         other = (draft + 1) % 1000
         tokens.copy_(torch.where(judged, torch.where(passed, draft, other), tokens))
         return original(sampler, step, view)

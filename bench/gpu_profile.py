@@ -11,27 +11,76 @@ import json
 import pstats
 import time
 from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench import gpu_engine
-from bench.gpu_variants import SETTINGS
 
 if TYPE_CHECKING:
     from bench.gpu_lab import Lab
 
 
+def _cases(lab: Lab, temperatures: list[float]) -> Iterator[tuple[str, Any, int, float]]:
+    """Stock and every setting of ASPIRE, with each number of requests."""
+    for temperature in temperatures:
+        for count in lab.options.requests:
+            for name in ("stock", *lab.options.settings):
+                key = f"{name}, {count} x {lab.options.prompt_tokens}, temperature {temperature}"
+                engine = lab.serving(name)
+                if engine is not None:
+                    yield key, engine, count, temperature
+
+
 def profile(lab: Lab) -> dict[str, Any]:
     """Where the time of a step goes: device time by kernel, and what the device waits."""
     found = {}
-    for count in lab.options.requests:
-        for temperature in lab.options.temperatures:
-            for name in ("stock", *lab.options.settings):
-                engine = lab.engines["stock" if name == "stock" else "aspire"]
-                if name != "stock":
-                    engine.call("configure", text=SETTINGS.get(name, name))
-                key = f"{name}, {count} x {lab.options.prompt_tokens}, temperature {temperature}"
-                found[key] = _profiled(lab, engine, lab.prompts[:count], temperature)
-                lab.say(f"{key}: {found[key]}")
+    for key, engine, count, temperature in _cases(lab, lab.options.temperatures):
+        found[key] = _profiled(lab, engine, lab.prompts[:count], temperature)
+        lab.say(f"{key}: {found[key]}")
+    return found
+
+
+def timeline(lab: Lab) -> dict[str, Any]:
+    """What the scheduler did when, in a run like the timed ones; raw events beside the summary."""
+    found: dict[str, Any] = {}
+    for count, length in ((64, lab.options.prompt_tokens), (64, 512), (1, 512)):
+        prompts = [prompt[:length] for prompt in lab.prompts[:count]]
+        for name in ("stock", *lab.options.settings):
+            engine = lab.serving(name)
+            if engine is None:
+                continue
+            engine.answers(prompts, 1)
+            engine.answers(prompts, 32)
+            path = lab.options.out / f"timeline-{name}-{count}x{length}.json"
+            engine.ask("collective_rpc", method="probe_timeline", path=None)
+            start = time.perf_counter()
+            engine.answers(prompts, 160)
+            seconds = time.perf_counter() - start
+            engine.ask("collective_rpc", method="probe_timeline", path=str(path))
+            key = f"{name}, {count} x {length}"
+            found[key] = {"seconds": seconds, **_summary(json.loads(path.read_text()))}
+            lab.say(f"{key}: {found[key]}")
+    return found
+
+
+def _summary(events: list[list[Any]]) -> dict[str, Any]:
+    """Times of the scheduler's thread by kind of step, in microseconds."""
+    launches = [event for event in events if event[0] == "launch"]
+    found: dict[str, Any] = {}
+    for mode in ("prefill", "mixed", "plain"):
+        own = [event for event in launches if event[3] == mode]
+        pairs = pairwise(launches)
+        steps = [b[1] - a[1] for a, b in pairs if a[3] == b[3] == mode and a[4] == b[4]]
+        if own:
+            found[mode] = {
+                "steps": len(own),
+                "launch_us": median(event[2] - event[1] for event in own) * 1e6,
+                "period_us": median(steps) * 1e6 if steps else None,
+            }
+    results = [event[2] - event[1] for event in events if event[0] == "result"]
+    found["result_us"] = median(results) * 1e6 if results else None
     return found
 
 
@@ -73,17 +122,9 @@ def _profiled(
 def host(lab: Lab) -> dict[str, Any]:
     """What the scheduler's thread does in a step, by Python's profiler, which slows it down."""
     found = {}
-    for temperature in lab.options.temperatures[:1]:
-        for count in lab.options.requests:
-            for name in ("stock", *lab.options.settings):
-                engine = lab.engines.get("stock" if name == "stock" else "aspire")
-                if engine is None:
-                    continue
-                if name != "stock":
-                    engine.ask("configure", text=SETTINGS.get(name, name))
-                key = f"{name}, {count} x {lab.options.prompt_tokens}, temperature {temperature}"
-                found[key] = _host_profile(lab, engine, lab.prompts[:count], temperature)
-                lab.say(f"{key}\n{found[key]}")
+    for key, engine, count, temperature in _cases(lab, lab.options.temperatures[:1]):
+        found[key] = _host_profile(lab, engine, lab.prompts[:count], temperature)
+        lab.say(f"{key}\n{found[key]}")
     return found
 
 

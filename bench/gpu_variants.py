@@ -11,11 +11,23 @@ ASPIRE_SIZES = [1, 2, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48,
 ASPIRE_SIZES += [96, 112, 128, 160, 192, 224, 256]
 
 STOCK: dict[str, Any] = {"attention_backend": "fa3", "cuda_graph_bs_decode": STOCK_SIZES}
+# Stock SGLang has no hooks of ours.
+ONLY_PROBE = {"SGLANG_PLUGINS": "zz_aspire_gpu_probe"}
 ASPIRE: dict[str, Any] = {
     "attention_backend": "aspire",
     "speculative_algorithm": "ASPIRE",
     "cuda_graph_bs_decode": ASPIRE_SIZES,
 }
+# A model's shape alone: no weights, no tokenizer.
+LARGE: dict[str, Any] = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "max_running_requests": 24,
+    "context_length": 32_768,
+    "mem_fraction_static": 0.92,
+    "decode_log_interval": 8,
+}
+LARGE_SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 20, 22, 24]
 SMALL = {"max_running_requests": 16, "max_total_tokens": 130_000}
 EAGER = {"disable_cuda_graph": True, "disable_overlap_schedule": True}
 STAGGERED = "{scheduler: {policy: staggered, gamma: 6}}"
@@ -26,11 +38,17 @@ TINY = "{context: {min_pages: 10, ratio: 0.01}, scheduler: {policy: staggered, g
 # name: engine arguments, ASPIRE configuration, environment. The first is what texts are compared
 # with.
 VARIANTS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
-    "stock": (STOCK, "", {}),
+    "stock": (STOCK, "", ONLY_PROBE),
     "aspire": (ASPIRE, os.environ.get("ASPIRE_BENCH_CONFIG", ""), {}),
     "eager": ({**ASPIRE, **SMALL, **EAGER}, STAGGERED, {}),
     "graphs": ({**ASPIRE, **SMALL, "disable_overlap_schedule": True}, STAGGERED, {}),
     "overlap": ({**ASPIRE, **SMALL}, STAGGERED, {}),
+    # In and out of plain decoding at random between drafts in step.
+    "phases": (
+        {**ASPIRE, **SMALL},
+        "{scheduler: {policy: fixed, gamma: 3}}",
+        {"PROBE_PHASES": "1"},
+    ),
     "covered": ({**ASPIRE, **SMALL}, COVERED, {}),
     "page16": ({**ASPIRE, **SMALL, "page_size": 16}, STAGGERED, {}),
     "page64": (
@@ -46,7 +64,17 @@ VARIANTS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
     "half": ({**ASPIRE, **SMALL, "dtype": "float16"}, STAGGERED, {}),
     "half_tiny": ({**ASPIRE, **SMALL, "dtype": "float16"}, TINY, {}),
     "stock_half": ({**STOCK, **SMALL, "dtype": "float16"}, "", {}),
-    "plain": ({**STOCK, "attention_backend": "aspire"}, "", {}),
+    "plain": (
+        {**STOCK, "attention_backend": "aspire", "max_total_tokens": 480_000},
+        "",
+        {},
+    ),
+    "stock_8b": ({**STOCK, **LARGE, "cuda_graph_bs_decode": [1, 8, 24]}, "", ONLY_PROBE),
+    "replay_8b": (
+        {**ASPIRE, **LARGE, "cuda_graph_bs_decode": LARGE_SIZES},
+        "",
+        {"PROBE_REPLAY": "0.9"},
+    ),
 }
 
 # Settings that a running ASPIRE engine is given in turn.

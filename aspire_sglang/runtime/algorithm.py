@@ -73,9 +73,9 @@ class AspireAlgorithm(CustomSpecAlgo):
         needs_cpu_seq_lens: bool = True,
         needs_confidence_relay: bool = False,
     ) -> Any:
-        from sglang.srt.managers.overlap_utils import FutureMap
+        from aspire_sglang.runtime.future_map import AspireFutureMap
 
-        return FutureMap(
+        return AspireFutureMap(
             device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay
         )
 

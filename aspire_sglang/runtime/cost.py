@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from aspire_sglang.speculation.cost_correction import OnlineCostModel
 from aspire_sglang.speculation.cost_model import CostModel, StepShape
+from aspire_sglang.speculation.plain_speed import PlainSpeed
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class RunningCost:
         base = self.fitted or _UNMEASURED
         self._quality = base.quality
         self._online = OnlineCostModel(base, spread=3.0 if self.fitted else math.inf)
+        self.plain_speed = PlainSpeed()
         self._steps = 0
         self._seen = 0.0
         self._error_sum = 0.0

@@ -49,6 +49,14 @@ class SlotState:
         self.probs.clear()
         self.confidence.clear()
 
+    def plain(self, steps: int, running: int) -> None:
+        """``steps`` plain steps were launched, of which ``running`` have no result yet."""
+        self.verifies += steps
+        self.acceptance.decay(steps)
+        self.unsettled += running
+        self.age = self.rest = 0
+        self.run = None
+
     def settle(self, drafts: int, accepted: int) -> None:
         """The outcome of a verify of ``drafts`` drafts, ``accepted`` of them accepted."""
         self.unsettled -= drafts + 1

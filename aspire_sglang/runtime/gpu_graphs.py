@@ -4,8 +4,8 @@ SGLang captures one graph per *tier*, a number of query tokens, for algorithms w
 different widths. A step is padded to the next tier. The graph of a tier of ``t`` tokens has
 ``min(t, most rows)`` places for rows. Steps larger than the largest tier run eagerly.
 
-A step in which no row drafts and none has drafts to verify is plain decoding, and runs in the
-graphs that plain decoding has: no page tables, no votes, no padding to a tier.
+In a phase in which nobody drafts (:mod:`aspire_sglang.runtime.plain_steps`) steps run in the graphs
+that plain decoding has: no page tables, no votes, no padding to a tier.
 """
 
 from __future__ import annotations
@@ -70,13 +70,17 @@ class PlainGraphs:
 
         self._model_runner = model_runner
         backend, algorithm = model_runner.attn_backend, model_runner.spec_algorithm
+        hooks = model_runner.capture_tail_hooks
         # The algorithm decides the mode and the widths that a graph runner captures.
         model_runner.spec_algorithm = SpeculativeAlgorithm.NONE
+        # Tokens are chosen by SGLang's sampler.
+        model_runner.capture_tail_hooks = []
         backend.captures_plain = True
         try:
             self._runner = DecodeCudaGraphRunner(model_runner)
         finally:
             model_runner.spec_algorithm = algorithm
+            model_runner.capture_tail_hooks = hooks
             backend.captures_plain = False
 
     def places(self, rows: int) -> int | None:

@@ -29,6 +29,7 @@ from aspire_sglang.runtime.device_sampler import DeviceSampler, RequestSampling,
 from aspire_sglang.runtime.device_state import DeviceState
 from aspire_sglang.runtime.draft_state import SlotState
 from aspire_sglang.runtime.gpu_graphs import PlainGraphs, TierLayout, tier_of
+from aspire_sglang.runtime.modes import Running
 from aspire_sglang.runtime.results import FEEDBACK, VERIFIED_ROWS
 from aspire_sglang.runtime.spec_inputs import NextStepInput, StagedForwardInput
 from aspire_sglang.runtime.worker import AspireWorker
@@ -44,14 +45,12 @@ OBSERVED_SHARE = 0.25
 class Staged:
     """A step whose rows and tokens are on the device.
 
-    ``layout``: the graph tier it was padded to, None for an eager or a plain step. ``plain``: it
-    runs as plain decoding.
+    ``layout``: the graph tier it was padded to, None for an eager step.
     """
 
     host: HostStep
     view: StepView
     layout: TierLayout | None
-    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,8 @@ class Feedback:
     """What to learn from a step once its accept lengths are known.
 
     ``verified``: per verify row its state, request and drafts. ``started`` and ``ended``: events
-    around the step on the device.
+    on the device; the first is the end of the step before, if that was just before this one, so
+    that the time includes what the device waited for the host.
     """
 
     worker: GpuWorker
@@ -69,7 +69,6 @@ class Feedback:
     started: Any
     ended: Any
     graph: bool
-    plain: bool
 
     def __call__(self, accept_lens: list[int]) -> None:
         """Feed estimators, cost model and counters; the step has ended."""
@@ -80,27 +79,30 @@ class Feedback:
             if not req.finished():
                 worker.telemetry.verified(req.rid, drafts, length - 1)
         seconds = self.started.elapsed_time(self.ended) / 1e3
-        if not self.plain:
-            # The model is of mixed steps: a plain one of the same shape runs in other graphs.
-            worker.cost.observe(self.shape, seconds, share=OBSERVED_SHARE)
+        worker.cost.observe(self.shape, seconds, share=OBSERVED_SHARE)
         worker.telemetry.step(
             drafts=self.num_drafts,
             verifies=len(self.verified),
             tokens=self.shape.tokens,
             seconds=seconds,
             graph=self.graph,
-            plain=self.plain,
         )
 
 
 class GpuWorker(AspireWorker):
     """See the module and :class:`AspireWorker`."""
 
+    plain_phases = True
+
     def __init__(self, *, server_args: Any, target_worker: Any, **kwargs: Any) -> None:
         super().__init__(server_args=server_args, target_worker=target_worker, **kwargs)
         # Choosing the next tokens belongs to the captured forward: it saves its launches.
         target_worker.model_runner.capture_tail_hooks.append(self._choose_in_graph)
         self._plain_graphs: PlainGraphs | None = None
+        # What was asked for this step before its batch was prepared.
+        self._asked: tuple[list[Any], Running] | None = None
+        # The end of the step before, if that was a mixed step.
+        self._last_end: Any = None
         self._seed: int | None = server_args.random_seed
 
     def init_cuda_graphs(self) -> None:
@@ -122,16 +124,36 @@ class GpuWorker(AspireWorker):
         view = steps.view(forward_batch.batch_size, tokens)
         choose_tokens(steps, view, output.next_token_logits)
 
+    def share_tokens(self, relay: Any) -> None:
+        # One memory, so that plain and mixed steps find each other's tokens.
+        relay.share_tokens(self.device_state.bonus)
+
+    def resumed_input(self, batch: Any, relay: Any) -> None:
+        return None
+
+    def plain_steps(self, batch: Any) -> tuple[int, Running]:
+        running = self.running(batch)
+        self._asked = (batch.reqs, running)
+        graphs = self._plain_graphs
+        if graphs is None or graphs.places(len(batch.reqs)) is None:
+            return 0, running
+        return self.modes.plain_steps(*running), running
+
+    def _plain_forward(self, batch: Any) -> GenerationBatchResult:
+        assert self._plain_graphs is not None
+        self._last_end = None
+        with self._plain_graphs.in_use():
+            return self.target_worker.forward_batch_generation(batch)
+
     def _prefill(self, batch: Any) -> GenerationBatchResult:
+        self._last_end = None
         result = super()._prefill(batch)
         self.device_state.bonus[batch.req_pool_indices] = result.next_token_ids.long()
         for req in batch.reqs:
             self.sampling.set(req.req_pool_idx, req.sampling_params)
         return result
 
-    def _decode(self, batch: Any) -> GenerationBatchResult:
-        started = torch.cuda.Event(enable_timing=True)
-        started.record()
+    def running(self, batch: Any) -> Running:
         reqs = batch.reqs
         slots = [req.req_pool_idx for req in reqs]
         # One look at the pool for all rows: a tensor element at a time costs microseconds each.
@@ -144,13 +166,24 @@ class GpuWorker(AspireWorker):
             self._max_draft(req, s, state.unsettled)
             for req, s, state in zip(reqs, seq_lens, states, strict=True)
         ]
-        verify, draft_kv = self.modes.decide(slots, seq_lens, states, caps)
+        return Running(slots, seq_lens, states, caps)
+
+    def _decode(self, batch: Any) -> GenerationBatchResult:
+        started = self._last_end
+        if started is None:
+            started = torch.cuda.Event(enable_timing=True)
+            started.record()
+        asked, self._asked = self._asked, None
+        known = asked is not None and asked[0] is batch.reqs
+        running = asked[1] if asked is not None and known else self.running(batch)
+        slots, seq_lens, states, _ = running
+        verify, draft_kv = self.modes.decide(*running)
         pending = [state.pending for state in states]
         sampling = self.sampling
         step = HostStep.build(
             slots, pending, verify, sampling.temperature[slots], sampling.keys[slots]
         )
-        staged = self._stage_plain(step, batch.seq_lens) or self.stage(step, batch.seq_lens)
+        staged = self.stage(step, batch.seq_lens)
         shape = step_shape(seq_lens, pending, verify, draft_kv)
         forward = self._forward_staged(batch, staged)
         logits = forward.logits_output.next_token_logits[: staged.host.num_tokens]
@@ -159,7 +192,7 @@ class GpuWorker(AspireWorker):
             staged.view,
             logits,
             batch.sampling_info,
-            [req.sampling_params for req in reqs],
+            [req.sampling_params for req in batch.reqs],
             filtered=bool(sampling.filtered[slots].any()),
             chosen=forward.can_run_cuda_graph,
         )
@@ -177,16 +210,6 @@ class GpuWorker(AspireWorker):
         rows, tokens = tier or (count, step.num_tokens)
         view = self._lay_out(step, rows, tokens, seq_lens)
         return Staged(step, view, TierLayout(count, tokens) if tier else None)
-
-    def _stage_plain(self, step: HostStep, seq_lens: torch.Tensor) -> Staged | None:
-        """Put a step of plain rows on the device; None if it is not one or no graph holds it."""
-        count = len(step.order)
-        if self._plain_graphs is None or step.num_drafts or step.num_tokens > count:
-            return None
-        places = self._plain_graphs.places(count)
-        if places is None:
-            return None
-        return Staged(step, self._lay_out(step, places, places, seq_lens), None, plain=True)
 
     def _lay_out(self, step: HostStep, rows: int, tokens: int, seq_lens: torch.Tensor) -> StepView:
         backend, state = self.model_runner.attn_backend, self.device_state
@@ -213,30 +236,10 @@ class GpuWorker(AspireWorker):
 
     def _forward_staged(self, batch: Any, staged: Staged) -> GenerationBatchResult:
         # SGLang snapshots the batch around this call, so it may be rebound freely.
-        if staged.plain:
-            return self._forward_plain(batch, staged)
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.input_ids = staged.view.input_ids
         batch.out_cache_loc = staged.view.out_cache_loc
         batch.spec_info = StagedForwardInput(staged.view.positions, staged.layout)
-        return self._run(batch)
-
-    def _forward_plain(self, batch: Any, staged: Staged) -> GenerationBatchResult:
-        assert self._plain_graphs is not None
-        count, final = len(staged.host.order), batch.seq_lens
-        batch.forward_mode = ForwardMode.DECODE
-        batch.input_ids = staged.view.input_ids[:count]
-        batch.out_cache_loc = staged.view.out_cache_loc[:count]
-        batch.spec_info = None
-        # Plain decoding counts the token whose KV it writes.
-        batch.seq_lens = final + 1
-        batch.seq_lens_cpu = batch.seq_lens_sum = None
-        with self._plain_graphs.in_use():
-            forward = self._run(batch)
-        batch.seq_lens = final
-        return forward
-
-    def _run(self, batch: Any) -> GenerationBatchResult:
         forward_batch = ForwardBatch.init_new(
             batch,
             self.model_runner,
@@ -268,14 +271,14 @@ class GpuWorker(AspireWorker):
             accept_lens=outcome.accept_lens,
             cap_lens=torch.from_numpy(host.pending[host.order[host.num_drafts :]]),
             new_seq_lens=new_seq_lens,
-            next_draft_input=NextStepInput(
-                bonus_tokens=self.device_state.bonus[batch.req_pool_indices]
-            ),
+            # The tokens stay in the state, which the scheduler's relay shares.
+            next_draft_input=NextStepInput(),
             speculative_num_draft_tokens=self.speculative_num_draft_tokens,
             can_run_cuda_graph=forward.can_run_cuda_graph,
         )
         ended = torch.cuda.Event(enable_timing=True)
         ended.record()
+        self._last_end = ended
         verified = []
         for row in rows:
             state = states[row]
@@ -292,7 +295,6 @@ class GpuWorker(AspireWorker):
             started,
             ended,
             forward.can_run_cuda_graph,
-            staged.plain,
         )
         setattr(result, VERIFIED_ROWS, rows)
         setattr(result, FEEDBACK, feedback)

@@ -23,6 +23,7 @@ from aspire_sglang.runtime import (
     introspection,
     logit_rules,
     logprobs,
+    plain_steps,
     requests,
     reserve,
     results,
@@ -93,6 +94,13 @@ HOOKS = (
         results.report_whole_batch,
         "the log line and the running-requests gauge speak of the whole batch, not of the rows "
         "that verified",
+    ),
+    Hook(
+        "managers.schedule_batch.ScheduleBatch.prepare_for_decode",
+        HookType.AROUND,
+        plain_steps.prepare_for_decode,
+        "while nobody drafts, a batch is marked as not speculating and goes through SGLang's own "
+        "plain decoding; its slots come from what speculation holds in reserve",
     ),
     Hook(
         "managers.schedule_batch.Req.update_finish_state",

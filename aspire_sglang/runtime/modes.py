@@ -2,15 +2,57 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from aspire_sglang.config import SchedulerConfig
 from aspire_sglang.context.sparse import SparseContext
 from aspire_sglang.runtime.cost import RunningCost
 from aspire_sglang.runtime.draft_state import DraftState, SlotState
 from aspire_sglang.speculation.adaptive import AspirePolicy
-from aspire_sglang.speculation.policies import Policy, RowState, make_policy
+from aspire_sglang.speculation.cost_model import StepShape
+from aspire_sglang.speculation.plain_speed import UNKNOWN_RATIO
+from aspire_sglang.speculation.policies import (
+    AutoregressivePolicy,
+    FixedPolicy,
+    Policy,
+    RowState,
+    StaggeredPolicy,
+    make_policy,
+)
 
 PLAIN_RUN = 7
 """Verifies for which a decision against drafts holds: a plain step is too short to ask at each."""
+
+PLAIN_PHASE = 64
+"""Steps for which it holds where nobody of the batch drafts and nobody joins."""
+
+PLAIN_TRIAL = 12
+"""Steps of a phase that is to show what plain steps take."""
+
+RAREST_PROBE = 16
+"""Where a whole batch decodes plainly, probes that change nothing become rarer, up to this many
+times: they interrupt everybody."""
+
+
+class Running(NamedTuple):
+    """The running requests, in batch order.
+
+    Attributes:
+        slots: request-pool row per request.
+        seq_lens: committed tokens per request (S).
+        states: speculation state per request.
+        caps: most drafts each request may hold now.
+    """
+
+    slots: list[int]
+    seq_lens: list[int]
+    states: list[SlotState]
+    caps: list[int]
+
+    def plain_shape(self) -> StepShape:
+        """What a step costs in which nobody drafts."""
+        read = sum(self.seq_lens) + len(self.seq_lens)
+        return StepShape(len(self.seq_lens), read, read)
 
 
 def policy_of(config: SchedulerConfig, gamma_max: int) -> Policy:
@@ -41,8 +83,12 @@ class ModeScheduler:
         context: SparseContext,
         cost: RunningCost,
         drafts: DraftState,
+        phases: bool = False,
     ) -> None:
         self._policy = policy_of(config, gamma_max)
+        self._phases = phases
+        self._since_probe, self._probe_gap = 0, config.probe_interval
+        self._first_gap = config.probe_interval
         self._context = context
         self._cost = cost
         self._drafts = drafts
@@ -78,6 +124,35 @@ class ModeScheduler:
         ]
         return policy.decide(rows, self._cost.model), draft_kv
 
+    def plain_steps(
+        self, slots: list[int], seq_lens: list[int], states: list[SlotState], caps: list[int]
+    ) -> int:
+        """For how many steps the whole batch decodes plainly, 0 if somebody drafts or holds drafts.
+
+        Arguments as :meth:`decide`.
+        """
+        if any(state.pending for state in states):
+            return 0
+        for state in states:
+            # Nobody is in the middle of a run: the batch is decided on as a whole.
+            state.rest = 0
+        verify, _ = self.decide(slots, seq_lens, states, caps)
+        if not all(verify):
+            return 0
+        match self._policy:
+            case AutoregressivePolicy():
+                return PLAIN_PHASE
+            case FixedPolicy() | StaggeredPolicy():
+                return 1
+            case AspirePolicy():
+                return 1 + min(state.rest for state in states)
+            case _:
+                return 1 + PLAIN_RUN
+
+    def plain_ran(self, steps: int) -> None:
+        """The whole batch decoded plainly for so many steps."""
+        self._since_probe += steps
+
     def _plan(
         self,
         policy: AspirePolicy,
@@ -101,7 +176,12 @@ class ModeScheduler:
             return
         rows = [self._row(slots[i], seq_lens[i], states[i], caps[i], draft_kv[i]) for i in starting]
         together = sum(state.verifies == 0 for state in states) > 1
-        runs = policy.plan(rows, self._cost.model, len(states), together)
+        if self._phases and len(starting) == len(states):
+            runs = self._plan_all(policy, rows, states, together)
+            if not any(runs):
+                return
+        else:
+            runs = policy.plan(rows, self._cost.model, len(states), together)
         for i, run in zip(starting, runs, strict=True):
             state = states[i]
             state.run = run
@@ -109,6 +189,37 @@ class ModeScheduler:
                 # Up to the next probe at most.
                 due = policy.probe_interval - 1 - (state.verifies + 1) % policy.probe_interval
                 state.rest = min(PLAIN_RUN, due)
+
+    def _plan_all(
+        self, policy: AspirePolicy, rows: list[RowState], states: list[SlotState], together: bool
+    ) -> list[int]:
+        """Runs of a batch of which everybody starts one; all 0 also where plain steps of this size
+        have to be measured first, as they may be faster than any drafting."""
+        cost, count = self._cost, len(rows)
+        read = sum(row.committed + 1 for row in rows)
+        ratio = cost.plain_speed.ratio(count, cost.model.predict(StepShape(count, read, read)))
+
+        def plan(ratio: float, probe: bool = False) -> list[int]:
+            return policy.plan(rows, cost.model, count, together, ratio, probe)
+
+        runs = plan(UNKNOWN_RATIO if ratio is None else ratio)
+        phase = PLAIN_PHASE
+        if ratio is None:
+            if any(runs):
+                runs = plan(1.0)
+            else:
+                phase = PLAIN_TRIAL
+        if any(runs):
+            self._since_probe, self._probe_gap = 0, self._first_gap
+            return runs
+        if self._since_probe >= self._probe_gap:
+            self._since_probe = 0
+            self._probe_gap = min(2 * self._probe_gap, RAREST_PROBE * self._first_gap)
+            runs = plan(ratio or 1.0, probe=True)
+        if not any(runs):
+            for state in states:
+                state.run, state.rest = 0, phase - 1
+        return runs
 
     def _row(self, slot: int, seq_len: int, state: SlotState, cap: int, kv: int) -> RowState:
         return RowState(

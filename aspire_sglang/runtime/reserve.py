@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,8 @@ def reserve_slots(original: Callable[[Any], None], batch: Any) -> None:
     orchestrator = batch.sampling_info.penalizer_orchestrator
     if not is_aspire(get_server_args()) or orchestrator.is_required:
         return original(batch)
-    # Imported late: hooks are registered while SGLang is half-imported.
-    from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
-    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
-
     batch.maybe_evict_swa()
-    reserve = get_alloc_reserve_per_decode()
-    page = batch.token_to_kv_pool_allocator.page_size
+    reserve, page = _reserve(), batch.token_to_kv_pool_allocator.page_size
     needy, held, wanted = [], [], []
     for req in batch.reqs:
         req.decode_batch_idx += 1
@@ -37,8 +32,54 @@ def reserve_slots(original: Callable[[Any], None], batch: Any) -> None:
             needy.append(req)
             held.append(allocated)
             wanted.append(target)
+    if needy:
+        _give_slots(batch, needy, held, wanted)
+    return None
+
+
+def reserve_plain_slots(batch: Any, ahead: int) -> None:
+    """Give slots for a plain step, and count its token as SGLang does when it prepares one.
+
+    Requests that ran out get a reserve again if the pool has it, so most steps allocate nothing.
+
+    Args:
+        ahead: slots that a request must hold beyond its committed tokens: 1, or more while the
+            host does not know yet how many those are.
+    """
+    batch.maybe_evict_swa()
+    needy = []
+    for req in batch.reqs:
+        req.decode_batch_idx += 1
+        committed = req.kv_committed_len
+        req.kv_committed_len = committed + 1
+        if req.kv.kv_allocated_len < committed + ahead:
+            needy.append(req)
     if not needy:
-        return None
+        return
+    allocator = batch.token_to_kv_pool_allocator
+    page = allocator.page_size
+
+    def targets(more: int) -> list[int]:
+        return [-(-(req.kv_committed_len - 1 + more) // page) * page for req in needy]
+
+    held = [req.kv.kv_allocated_len for req in needy]
+    wanted = targets(_reserve())
+    if sum(wanted) - sum(held) > allocator.available_size():
+        # SGLang made sure of this much.
+        wanted = targets(ahead)
+    _give_slots(batch, needy, held, wanted)
+
+
+def _reserve() -> int:
+    # Imported late: hooks are registered while SGLang is half-imported.
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+
+    return get_alloc_reserve_per_decode()
+
+
+def _give_slots(batch: Any, needy: list[Any], held: Sequence[int], wanted: Sequence[int]) -> None:
+    from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
+
     on_gpu = torch.device(batch.device).type == "cuda"
     lengths = torch.tensor([held, wanted], dtype=torch.int32, pin_memory=on_gpu)
     slots = torch.tensor([req.req_pool_idx for req in needy], pin_memory=on_gpu)
@@ -56,4 +97,3 @@ def reserve_slots(original: Callable[[Any], None], batch: Any) -> None:
         num_needed_tokens=sum(wanted) - sum(held),
         batch=batch,
     )
-    return None

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sglang.srt.runtime_context import get_server_args
 
 from aspire_sglang.runtime.arguments import is_aspire
+from aspire_sglang.runtime.plain_steps import PLAIN_PHASE
 
 VERIFIED_ROWS = "aspire_verified_rows"
 """Attribute of a ``GenerationBatchResult``: batch indices of the verified rows, in the order of
@@ -29,6 +31,9 @@ def process_verified_rows(
     original: Callable[..., None], processor: Any, batch: Any, result: Any
 ) -> None:
     """AROUND ``process_batch_result_decode``: process only the rows that verified."""
+    phase = getattr(result, PLAIN_PHASE, None)
+    if phase is not None:
+        return phase.owner.process(phase, batch, result, partial(original, processor))
     rows = getattr(result, VERIFIED_ROWS, None)
     if rows is None:
         return original(processor, batch, result)
@@ -51,8 +56,15 @@ def report_whole_batch(
     running_batch: Any = None,
     num_correct_drafts: int = 0,
 ) -> None:
-    """AROUND ``report_decode_stats``: show the batch that ran, not its verified rows."""
+    """AROUND ``report_decode_stats``: show the batch that ran, not its verified rows.
+
+    A plain step counts as a verify of no drafts. SGLang would not count it, and divides by the
+    number of verifies since its last report.
+    """
     whole = getattr(running_batch, _WHOLE_BATCH, running_batch)
+    if running_batch.spec_algorithm.is_none() and not reporter.scheduler.spec_algorithm.is_none():
+        reporter.spec_num_accept_tokens += len(running_batch.reqs)
+        reporter.spec_num_forward_ct += len(running_batch.reqs)
     original(
         reporter,
         can_run_cuda_graph,

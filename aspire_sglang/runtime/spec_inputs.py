@@ -19,8 +19,8 @@ class NextStepInput(SpecInput):
     SGLang reads the other fields of any algorithm; ASPIRE has no use for them.
     """
 
-    bonus_tokens: torch.Tensor
-    """``[bs]`` int64."""
+    bonus_tokens: torch.Tensor | None = None
+    """``[bs]`` int64; None where the worker keeps them on the device."""
     future_indices: torch.Tensor | None = None
     topk_p: torch.Tensor | None = None
     topk_index: torch.Tensor | None = None
@@ -36,15 +36,17 @@ class NextStepInput(SpecInput):
         if self.future_indices is not None:
             # Overlap scheduling: SGLang relays the tokens by request slot.
             self.future_indices = self.future_indices[new_indices]
-            return
-        self.bonus_tokens = self.bonus_tokens[new_indices]
+        elif self.bonus_tokens is not None:
+            self.bonus_tokens = self.bonus_tokens[new_indices]
 
     def merge_batch(self, other: NextStepInput) -> None:
         """Append the requests of ``other``."""
         if self.future_indices is not None:
             self.future_indices = torch.cat([self.future_indices, other.future_indices])
-            return
-        self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
+        elif self.bonus_tokens is None or other.bonus_tokens is None:
+            self.bonus_tokens = None
+        else:
+            self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
 
 
 @dataclass

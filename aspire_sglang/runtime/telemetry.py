@@ -56,7 +56,7 @@ class Telemetry:
         plain: bool = False,
     ) -> None:
         """Book one decode step with ``drafts`` draft rows and ``verifies`` verify rows; ``graph``:
-        it was replayed from a CUDA graph; ``plain``: from one of plain decoding."""
+        it was replayed from a CUDA graph; ``plain``: it ran as SGLang decodes plainly."""
         self.totals["decode_steps"] += 1
         self.totals["graph_steps" if graph else "eager_steps"] += 1
         self.totals["plain_graph_steps"] += plain
@@ -78,10 +78,21 @@ class Telemetry:
         self.totals["accepted_drafts"] += accepted
         self.totals["discarded_drafts"] += drafts - accepted
         self.draft_lengths[drafts] += 1
-        stats = self._requests.get(rid) or self.started(rid)
-        self._requests.move_to_end(rid)
+        stats = self._of(rid)
         stats.lengths.append(drafts)
         stats.accepted.append(accepted)
+
+    def plain(self, rid: str, steps: int) -> None:
+        """Book ``steps`` verifies of no drafts."""
+        self.draft_lengths[0] += steps
+        stats = self._of(rid)
+        stats.lengths += [0] * steps
+        stats.accepted += [0] * steps
+
+    def _of(self, rid: str) -> RequestStats:
+        stats = self._requests.get(rid) or self.started(rid)
+        self._requests.move_to_end(rid)
+        return stats
 
     def snapshot(self) -> dict[str, Any]:
         """Everything, as built-in types."""

@@ -25,7 +25,8 @@ from aspire_sglang.runtime.hidden_states import report_hidden_states
 from aspire_sglang.runtime.hooks import verify_hooks
 from aspire_sglang.runtime.logit_rules import apply_logit_rules, restore_penalties
 from aspire_sglang.runtime.logprobs import report_logprobs
-from aspire_sglang.runtime.modes import ModeScheduler
+from aspire_sglang.runtime.modes import ModeScheduler, Running
+from aspire_sglang.runtime.plain_steps import PlainSteps, count_plain_verifies
 from aspire_sglang.runtime.profile import host_step
 from aspire_sglang.runtime.results import VERIFIED_ROWS
 from aspire_sglang.runtime.sampler import StepSampler
@@ -45,7 +46,12 @@ class AspireWorker(BaseSpecWorker):
     SGLang calls :meth:`forward_batch_generation` once per scheduler step. A prefill runs as in
     plain decoding. In a decode step every request of the batch takes part in one forward, either
     as a draft row or as a verify row.
+
+    Attributes:
+        plain_phases: steps in which nobody drafts are run as SGLang decodes without speculation.
     """
+
+    plain_phases = False
 
     def __init__(self, *, server_args: Any, target_worker: Any, **_: Any) -> None:
         super().__init__()
@@ -86,6 +92,9 @@ class AspireWorker(BaseSpecWorker):
             device=req_to_token_pool.req_to_token.device,
             make_acceptance=self._new_estimator,
         )
+        self.plain: PlainSteps | None = None
+        if self.plain_phases:
+            self.plain = PlainSteps(self, req_to_token_pool, self.gamma_max + 1)
 
     def init_cuda_graphs(self) -> None:
         """Last call before serving: fit the step costs and print what was decided."""
@@ -112,8 +121,17 @@ class AspireWorker(BaseSpecWorker):
         self.config = config
         scheduler = config.scheduler
         self.sampler = self._make_sampler()
-        self.modes = ModeScheduler(scheduler, self.gamma_max, context, self.cost, self.state)
+        self.modes = ModeScheduler(
+            scheduler,
+            self.gamma_max,
+            context,
+            self.cost,
+            self.state,
+            phases=self.plain is not None,
+        )
         self.telemetry.config = self.config
+        if self.plain is not None:
+            self.plain.interrupt()
         logger.info("ASPIRE: sparse context: %s", context.describe())
 
     def _new_estimator(self) -> AcceptanceEstimator:
@@ -144,6 +162,9 @@ class AspireWorker(BaseSpecWorker):
         self, batch: Any, on_publish: Any = None, **_: Any
     ) -> GenerationBatchResult:
         """One scheduler step; see ``sglang.srt.managers.scheduler.Scheduler.run_batch``."""
+        if batch.spec_algorithm.is_none():
+            assert self.plain is not None
+            return self.plain.forward(batch, self._plain_forward)
         step = self._prefill if batch.forward_mode.is_extend() else self._decode
         result = step(batch)
         if on_publish is not None:
@@ -164,14 +185,8 @@ class AspireWorker(BaseSpecWorker):
 
     def _decode(self, batch: Any) -> GenerationBatchResult:
         start = time.perf_counter()
-        states = [self.state.get(req.req_pool_idx, self._generation(req)) for req in batch.reqs]
-        seq_lens: list[int] = batch.seq_lens_cpu.tolist()
-        caps = [
-            self._max_draft(req, s) if self._may_draft(req, state) else 0
-            for req, s, state in zip(batch.reqs, seq_lens, states, strict=True)
-        ]
-        slots = [req.req_pool_idx for req in batch.reqs]
-        verify, draft_kv = self.modes.decide(slots, seq_lens, states, caps)
+        slots, seq_lens, states, _ = running = self.running(batch)
+        verify, draft_kv = self.modes.decide(*running)
         plan = build_plan(
             slots=slots,
             seq_lens=seq_lens,
@@ -290,6 +305,51 @@ class AspireWorker(BaseSpecWorker):
             return True
         drafts = self.state.tokens[req.req_pool_idx, : state.pending].tolist()
         return not run_is_complete(req, drafts, self.model_runner.model_config.vocab_size)
+
+    # -- phases of plain steps, see PlainSteps --
+
+    def running(self, batch: Any) -> Running:
+        """The requests of a batch as the online scheduler sees them."""
+        states = [self.state.get(req.req_pool_idx, self._generation(req)) for req in batch.reqs]
+        seq_lens: list[int] = batch.seq_lens_cpu.tolist()
+        caps = [
+            self._max_draft(req, s) if self._may_draft(req, state) else 0
+            for req, s, state in zip(batch.reqs, seq_lens, states, strict=True)
+        ]
+        return Running([req.req_pool_idx for req in batch.reqs], seq_lens, states, caps)
+
+    def plain_steps(self, batch: Any) -> tuple[int, Running]:
+        """For how many steps nobody will draft, 0 if somebody does or holds drafts."""
+        running = self.running(batch)
+        return self.modes.plain_steps(*running), running
+
+    def resumed_input(self, batch: Any, relay: Any) -> NextStepInput | None:
+        """What a batch carries that speculates again after a phase."""
+        return NextStepInput(bonus_tokens=relay.output_tokens_buf[batch.req_pool_indices])
+
+    def share_tokens(self, relay: Any) -> None:
+        """The scheduler made its relay of tokens between steps."""
+
+    def _plain_forward(self, batch: Any) -> GenerationBatchResult:
+        return self.target_worker.forward_batch_generation(batch)
+
+    def book_plain(self, req: Any, steps: int) -> None:
+        """Count plain steps whose tokens a request has."""
+        count_plain_verifies(req, steps)
+        if steps:
+            self.telemetry.plain(req.rid, steps)
+
+    def note_plain_phase(self, steps: int, shape: StepShape, seconds: float | None) -> None:
+        """A phase ended after ``steps`` steps, which took ``seconds`` each if that is known."""
+        self.modes.plain_ran(steps)
+        if seconds is not None:
+            predicted = self.cost.model.predict(shape)
+            self.cost.plain_speed.observe(shape.tokens, predicted, seconds)
+
+    def note_request_finished(self, rid: str, **_: Any) -> None:
+        """SGLang found a request finished; called before it reports the request's counters."""
+        if self.plain is not None:
+            self.plain.finished(rid)
 
     # -- events --
 

@@ -34,8 +34,8 @@ class AcceptanceEstimator(Protocol):
         """
         ...
 
-    def decay(self) -> None:
-        """Note a plain step (a verify of zero drafts), which says nothing about acceptance.
+    def decay(self, steps: int = 1) -> None:
+        """Note plain steps (verifies of zero drafts), which say nothing about acceptance.
 
         The estimate drifts towards the prior, so a request that stopped drafting tries again.
         """
@@ -83,9 +83,9 @@ class EmaAcceptance:
         sample = accepted / min(accepted + 1, proposed)
         self._mean = self.old_weight * self._mean + (1.0 - self.old_weight) * sample
 
-    def decay(self) -> None:
-        """Drift towards ``start`` after a plain step."""
-        self._mean += self.drift * (self.start - self._mean)
+    def decay(self, steps: int = 1) -> None:
+        """Drift towards ``start`` after plain steps."""
+        self._mean += (1.0 - (1.0 - self.drift) ** steps) * (self.start - self._mean)
 
 
 @dataclass(slots=True)
@@ -135,10 +135,11 @@ class BetaAcceptance:
         self._successes = self.discount * self._successes + accepted
         self._failures = self.discount * self._failures + (accepted < proposed)
 
-    def decay(self) -> None:
-        """Forget a little evidence after a plain step, which drifts the rate to ``prior_rate``."""
-        self._successes *= 1.0 - self.drift
-        self._failures *= 1.0 - self.drift
+    def decay(self, steps: int = 1) -> None:
+        """Forget a little evidence after plain steps, which drifts the rate to ``prior_rate``."""
+        kept = (1.0 - self.drift) ** steps
+        self._successes *= kept
+        self._failures *= kept
 
 
 def make_estimator(kind: EstimatorKind, **options: float) -> AcceptanceEstimator:

@@ -27,8 +27,18 @@ class _Rule(Protocol):
     """The two questions, for the rows of one step."""
 
     @classmethod
-    def of(cls, rows: Sequence[RowState], cost: CostModel, gamma_max: int, batch: int) -> Self:
-        """Predicted times of the rows, part of a step of ``batch`` rows."""
+    def of(
+        cls,
+        rows: Sequence[RowState],
+        cost: CostModel,
+        gamma_max: int,
+        batch: int,
+        plain_ratio: float = 1.0,
+    ) -> Self:
+        """Predicted times of the rows, part of a step of ``batch`` rows.
+
+        ``plain_ratio``: what a step takes in which nobody drafts, of what ``cost`` predicts.
+        """
         ...
 
     def best_lengths(self, rates: Array) -> list[int]:
@@ -95,17 +105,27 @@ class _AdaptivePolicy:
         ]
 
     def _runs(
-        self, rows: Sequence[RowState], rule: _Rule, best: Sequence[int], together: bool
+        self,
+        rows: Sequence[RowState],
+        rule: _Rule,
+        best: Sequence[int],
+        together: bool,
+        probe: bool | None = None,
     ) -> list[int]:
-        """Drafts of a run that starts now: ``best``, but for first drafts and probes."""
+        """Drafts of a run that starts now: ``best``, but for first drafts and probes.
+
+        ``probe``: whether rows that would not draft probe now; None: by their count of verifies.
+        """
         targets = list(best)
         probes = []
         for index, row in enumerate(rows):
             if targets[index] > 0 and row.verifies == 0:
                 spread = 1 + row.slot % targets[index]
                 targets[index] = spread if together else min(self.first_draft, self.gamma_max)
-            elif targets[index] == 0 and (row.verifies + 1) % self.probe_interval == 0:
-                probes.append(index)
+            elif targets[index] == 0:
+                due = (row.verifies + 1) % self.probe_interval == 0
+                if due if probe is None else probe:
+                    probes.append(index)
         if probes:
             hopeful = rule.best_lengths(np.full(len(rows), MAX_RATE))
             for index in probes:
@@ -174,7 +194,7 @@ class _Runs:
 
 
 @dataclass(frozen=True, slots=True)
-class _Throughput:
+class Throughput:
     """Each request maximizes the throughput of a batch of requests like itself.
 
     Attributes:
@@ -188,12 +208,20 @@ class _Throughput:
     draft: Array
 
     @classmethod
-    def of(cls, rows: Sequence[RowState], cost: CostModel, gamma_max: int, batch: int) -> Self:
+    def of(
+        cls,
+        rows: Sequence[RowState],
+        cost: CostModel,
+        gamma_max: int,
+        batch: int,
+        plain_ratio: float = 1.0,
+    ) -> Self:
         committed = np.array([row.committed for row in rows], dtype=np.float64)[:, None]
         draft_kv = np.array([row.draft_kv for row in rows], dtype=np.float64)[:, None]
         queries = np.arange(1, gamma_max + 2, dtype=np.float64)
         context = committed + queries
         verify = cost.predict_many(batch * queries, batch * context, batch * queries * context)
+        verify[:, 0] *= plain_ratio
         one_token = np.array(float(batch))
         draft = cost.predict_many(one_token, batch * draft_kv, batch * draft_kv)
         return cls(_Runs.of(rows, gamma_max), verify, draft)
@@ -232,7 +260,14 @@ class _ShadowPrice:
     draft: Array
 
     @classmethod
-    def of(cls, rows: Sequence[RowState], cost: CostModel, gamma_max: int, batch: int) -> Self:
+    def of(
+        cls,
+        rows: Sequence[RowState],
+        cost: CostModel,
+        gamma_max: int,
+        batch: int,
+        plain_ratio: float = 1.0,
+    ) -> Self:
         fixed, per_token, per_kv, per_pair = cost.coefficients
         committed = np.array([row.committed for row in rows], dtype=np.float64)[:, None]
         draft_kv = np.array([row.draft_kv for row in rows], dtype=np.float64)[:, None]
@@ -299,10 +334,16 @@ class AspirePolicy(_AdaptivePolicy):
     """
 
     name: ClassVar[str] = "aspire"
-    rule: ClassVar[type[_Rule]] = _Throughput
+    rule: ClassVar[type[_Rule]] = Throughput
 
     def plan(
-        self, rows: Sequence[RowState], cost: CostModel, batch: int, together: bool
+        self,
+        rows: Sequence[RowState],
+        cost: CostModel,
+        batch: int,
+        together: bool,
+        plain_ratio: float = 1.0,
+        probe: bool | None = None,
     ) -> list[int]:
         """Drafts of the coming run of some rows, in a batch of ``batch`` rows.
 
@@ -311,10 +352,14 @@ class AspirePolicy(_AdaptivePolicy):
 
         Args:
             together: several requests of the batch are in their first draft.
+            plain_ratio: what a step takes in which nobody drafts, of what ``cost`` predicts.
+            probe: where no row drafts, whether all probe now, instead of each by its own count.
         """
-        rule = self.rule.of(rows, cost, self.gamma_max, batch)
+        rule = self.rule.of(rows, cost, self.gamma_max, batch, plain_ratio)
         rates = np.array([row.rate for row in rows], dtype=np.float64)
-        return self._runs(rows, rule, rule.best_lengths(rates), together)
+        best = rule.best_lengths(rates)
+        alone = len(rows) == batch and not any(best)
+        return self._runs(rows, rule, best, together, probe if alone else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,46 +381,3 @@ class ShadowPricePolicy(_AdaptivePolicy):
 
     name: ClassVar[str] = "shadow_price"
     rule: ClassVar[type[_Rule]] = _ShadowPrice
-
-
-@dataclass(frozen=True, slots=True)
-class GlobalLengthPolicy:
-    """One draft length for all requests, from the paper's rule on their mean (an ablation).
-
-    What it loses against :class:`AspirePolicy` is what a length per request is worth. Requests
-    draft and verify on their own schedules; only the length is shared.
-
-    Args:
-        gamma_max: longest draft considered, >= 1.
-        first_draft: drafts before a request's first verify, >= 1.
-
-    Raises:
-        ValueError: an argument is below 1.
-    """
-
-    name: ClassVar[str] = "global"
-    gamma_max: int = 16
-    first_draft: int = 3
-
-    def __post_init__(self) -> None:
-        check_at_least_one(self.gamma_max, "gamma_max")
-        check_at_least_one(self.first_draft, "first_draft")
-
-    def decide(self, rows: Sequence[RowState], cost: CostModel) -> list[bool]:
-        """True for rows that hold as many drafts as the common length."""
-        if not rows:
-            return []
-        count = len(rows)
-        mean = RowState(
-            committed=sum(row.committed for row in rows) // count,
-            pending=0,
-            draft_kv=sum(row.draft_kv for row in rows) // count,
-            rate=sum(row.rate for row in rows) / count,
-            max_draft=self.gamma_max,
-        )
-        rule = _Throughput.of([mean], cost, self.gamma_max, count)
-        (length,) = rule.best_lengths(np.array([mean.rate]))
-        first = min(length, self.first_draft)
-        return [
-            row.pending >= min(length if row.verifies else first, row.max_draft) for row in rows
-        ]

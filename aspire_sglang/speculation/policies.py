@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from aspire_sglang.speculation.adaptive import AspirePolicy, GlobalLengthPolicy, ShadowPricePolicy
+from aspire_sglang.speculation.adaptive import AspirePolicy, ShadowPricePolicy
 from aspire_sglang.speculation.cost_model import CostModel
+from aspire_sglang.speculation.global_length import GlobalLengthPolicy
 from aspire_sglang.speculation.rows import Policy, RowState, check_at_least_one
 
 __all__ = [

@@ -18,7 +18,7 @@ from bench import gpu_exact, gpu_lab
 # bfloat16 logits of this model are multiples of 1/8 where they decide: two of these apart is
 # undecided, and batches of different shapes round differently.
 TAU = 0.26
-VARIANTS = ("eager", "graphs", "overlap", "covered", "page16", "page64", "tiny")
+VARIANTS = ("eager", "graphs", "overlap", "phases", "covered", "page16", "page64", "tiny")
 PAGES = ("overlap", "page16", "page64")
 
 
@@ -81,8 +81,8 @@ def test_kv_of_draft_rows_would_be_found(found):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_speculation_ran(found, name):
     counters = found[name]["counters"]
-    assert counters["accepted_drafts"] > 500
-    assert counters["mixed_steps"] > 20
+    assert counters["accepted_drafts"] > (200 if name == "phases" else 500)
+    assert counters["plain_graph_steps" if name == "phases" else "mixed_steps"] > 20
 
 
 def test_steps_ran_as_asked(found):

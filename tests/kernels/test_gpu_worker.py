@@ -15,6 +15,8 @@ from aspire_sglang.attention.step_buffers import StepBuffers
 from aspire_sglang.context.selection import SelectionConfig
 from aspire_sglang.context.sparse import RefreshConfig, SparseContext
 from aspire_sglang.runtime import gpu_worker, worker
+from aspire_sglang.runtime import plain_steps as plain_steps_module
+from aspire_sglang.runtime.plain_steps import PLAIN_PHASE
 from aspire_sglang.runtime.results import FEEDBACK, VERIFIED_ROWS
 
 VOCAB, GAMMA, WIDTH = 50, 4, 128
@@ -57,20 +59,19 @@ class Target:
 
     def forward_batch_generation(self, batch, forward_batch=None, is_verify=False):
         if batch is not None:
-            tokens = batch.input_ids + 1
-            return SimpleNamespace(next_token_ids=tokens.int())
+            # A prefill, or a step of plain decoding with SGLang's sampler.
+            tokens = (batch.input_ids + 1) % VOCAB
+            if not batch.forward_mode.is_extend():
+                places = batch.req_to_token_pool.req_to_token[
+                    batch.req_pool_indices, batch.seq_lens - 1
+                ]
+                assert batch.out_cache_loc.tolist() == places.tolist()
+            return SimpleNamespace(next_token_ids=tokens.int(), can_run_cuda_graph=True)
         self.seen.append(forward_batch)
         ids = forward_batch.input_ids
         output = SimpleNamespace(
             next_token_logits=torch.nn.functional.one_hot((ids + 1) % VOCAB, VOCAB).float()
         )
-        if forward_batch.spec_info is None:
-            # A plain step, padded by SGLang's graph runner to the places of the graph.
-            padded = torch.nn.functional.pad(output.next_token_logits, (0, 0, 0, 4 - len(ids)))
-            places = SimpleNamespace(batch_size=4)
-            for hook in self.model_runner.capture_tail_hooks:
-                hook(None, SimpleNamespace(next_token_logits=padded), places, 4)
-            return SimpleNamespace(logits_output=output, can_run_cuda_graph=True)
         layout = forward_batch.spec_info.ragged_verify_layout
         if layout is not None:
             places = min(layout.graph_num_tokens, self.model_runner.decode_cuda_graph_runner.max_bs)
@@ -107,7 +108,28 @@ def make(monkeypatch, tiers=None):
     return made
 
 
+class Relay:
+    """What a batch of plain steps needs of SGLang's relay; without overlap lengths are on it."""
+
+    def __init__(self, made) -> None:
+        self.share_tokens(torch.zeros(4, dtype=torch.int64))
+
+    def share_tokens(self, tokens) -> None:
+        self.output_tokens_buf = tokens
+
+    def resolve_seq_lens_cpu(self, batch) -> None: ...
+
+
+class Algorithm:
+    def __init__(self, none: bool) -> None:
+        self.is_none = lambda: none
+
+
 class Batch:
+    spec_algorithm = Algorithm(False)
+    spec_info = input_embeds = seq_lens_cpu = None
+    enable_overlap = False
+
     def __init__(self, prompts: list[int], new_tokens: int) -> None:
         self.reqs = [
             SimpleNamespace(
@@ -115,6 +137,13 @@ class Batch:
                 req_pool_idx=i + 1,
                 kv_committed_len=length,
                 output_ids=[],
+                kv=SimpleNamespace(kv_allocated_len=WIDTH),
+                decode_batch_idx=0,
+                spec_verify_ct=0,
+                accepted=0,
+                spec_correct_drafts_histogram=[],
+                spec_cap_lens_histogram=[],
+                is_retracted=False,
                 to_finish=None,
                 finished=lambda: False,
                 sampling_params=SimpleNamespace(
@@ -125,18 +154,35 @@ class Batch:
         ]
         self.seq_lens = torch.tensor(prompts)
         self.req_pool_indices = torch.arange(1, len(prompts) + 1)
-        self.input_ids = torch.tensor(prompts)
+        self.input_ids = torch.tensor(prompts) % VOCAB
         self.sampling_info = SimpleNamespace(is_all_greedy=True)
         self.forward_mode = SimpleNamespace(is_extend=lambda: True)
+
+    def maybe_evict_swa(self) -> None: ...
+
+    def snapshot(self):
+        return SimpleNamespace(reqs=self.reqs[:])
 
     def decode(self, worker):
         self.forward_mode = SimpleNamespace(is_extend=lambda: False)
         result = worker.forward_batch_generation(self)
-        self.seq_lens = result.new_seq_lens
+        if not self.spec_algorithm.is_none():
+            self.seq_lens = result.new_seq_lens
+        else:
+            # SGLang's relay.
+            worker.device_state.bonus[self.req_pool_indices] = result.next_token_ids.long()
         return result
 
-    def process(self, result):
+    def process(self, batch, result):
         """What SGLang does with a result, one step late with overlap scheduling."""
+        phase = getattr(result, PLAIN_PHASE, None)
+        if phase is not None:
+
+            def original(batch, result):
+                for req, token in zip(self.reqs, result.next_token_ids.tolist(), strict=True):
+                    req.output_ids.append(token)
+
+            return phase.owner.process(phase, batch, result, original)
         lens = result.accept_lens.tolist()
         getattr(result, FEEDBACK)(lens)
         stride = result.speculative_num_draft_tokens
@@ -144,6 +190,9 @@ class Batch:
             tokens = result.next_token_ids[i * stride : i * stride + lens[i]].tolist()
             self.reqs[row].output_ids += tokens
             self.reqs[row].kv_committed_len += lens[i]
+            self.reqs[row].spec_verify_ct += 1
+            self.reqs[row].accepted += lens[i] - 1
+        return None
 
 
 @pytest.mark.parametrize("late", [0, 1], ids=["at-once", "one-step-late"])
@@ -151,18 +200,16 @@ class Batch:
 def test_counts_on(monkeypatch, late, tiers):
     made = make(monkeypatch, tiers)
     batch = Batch([10, 20, 30], new_tokens=12)
-    first = made.forward_batch_generation(batch)
-    for req, token in zip(batch.reqs, first.next_token_ids.tolist(), strict=True):
-        req.output_ids.append(token)
+    start(made, batch)
     queue = []
     for _ in range(16):
-        queue.append(batch.decode(made))
+        queue.append((batch.snapshot(), batch.decode(made)))
         if len(queue) > late:
-            batch.process(queue.pop(0))
-    for result in queue:
-        batch.process(result)
-    for req, start in zip(batch.reqs, [11, 21, 31], strict=True):
-        wanted = [(start + i) % VOCAB for i in range(len(req.output_ids))]
+            batch.process(*queue.pop(0))
+    for each in queue:
+        batch.process(*each)
+    for req, first in zip(batch.reqs, [11, 21, 31], strict=True):
+        wanted = [(first + i) % VOCAB for i in range(len(req.output_ids))]
         assert len(wanted) >= 12
         assert req.output_ids == wanted
     assert batch.seq_lens.tolist() == [req.kv_committed_len for req in batch.reqs]
@@ -174,32 +221,66 @@ def test_counts_on(monkeypatch, late, tiers):
     assert all(state.unsettled == 0 for state in made.state._slots.values())
 
 
-def test_plain_steps_run_in_their_own_graphs(monkeypatch):
-    made = make(monkeypatch, [5, 10, 15])
-    seen: list[list[int]] = []
-    lens = gpu_worker.ForwardBatch.init_new
-
-    def init_new(batch, runner, **given):
-        seen.append(batch.seq_lens.tolist())
-        return lens(batch, runner, **given)
-
-    monkeypatch.setattr(gpu_worker.ForwardBatch, "init_new", init_new)
-    made._plain_graphs = SimpleNamespace(
-        places=lambda rows: 4 if rows <= 4 else None, in_use=contextlib.nullcontext
-    )
-    made.modes.decide = lambda slots, *_: ([True] * len(slots), [0] * len(slots))
-    batch = Batch([10, 20, 30], new_tokens=12)
+def start(made, batch):
+    batch.req_to_token_pool = made.req_to_token_pool
     first = made.forward_batch_generation(batch)
     for req, token in zip(batch.reqs, first.next_token_ids.tolist(), strict=True):
         req.output_ids.append(token)
-    for _ in range(5):
-        batch.process(batch.decode(made))
-    for req, start in zip(batch.reqs, [11, 21, 31], strict=True):
-        assert req.output_ids == [start + i for i in range(6)]
-    # Plain decoding counts the token of the step; what is final afterwards is the same.
-    assert seen[0] == [11, 21, 31]
-    assert batch.seq_lens.tolist() == [15, 25, 35]
-    assert made.telemetry.totals["plain_graph_steps"] == 5
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["at-once", "one-step-late"])
+def test_phases_of_plain_steps_between_mixed_ones(monkeypatch, late):
+    made = make(monkeypatch, [5, 10, 15])
+    # SGLang's relay of tokens is the worker's own memory.
+    relay = Relay(made)
+    made.plain.attach(relay)
+    made._plain_graphs = SimpleNamespace(
+        places=lambda rows: 4 if rows <= 4 else None, in_use=contextlib.nullcontext
+    )
+    lengths = iter([3, 0, 0, 0, 0, 1, 0, 0, 0, 0, 5])
+    seen = []
+
+    def plain_steps(slots, seq_lens, states, caps):
+        seen.append(seq_lens)
+        return 0 if any(state.pending for state in states) else next(lengths)
+
+    made.modes.plain_steps = plain_steps
+    batch = Batch([10, 20, 30], new_tokens=60)
+    start(made, batch)
+    queue = []
+    for _ in range(22):
+        # SGLang's own preparation would be called while somebody drafts.
+        plain_steps_module.prepare_for_decode(lambda batch: None, batch)
+        queue.append((batch.snapshot(), batch.decode(made)))
+        if len(queue) > late:
+            batch.process(*queue.pop(0))
+    for each in queue:
+        batch.process(*each)
+    if made.plain._phase is not None:
+        made.plain._close(made.plain._phase)
+    for req, first in zip(batch.reqs, [11, 21, 31], strict=True):
+        wanted = [(first + i) % VOCAB for i in range(len(req.output_ids))]
+        assert len(wanted) > 20
+        assert req.output_ids == wanted
+        # One from the prefill, the others counted once.
+        assert 1 + req.spec_verify_ct + req.accepted == len(req.output_ids)
+    totals = made.telemetry.totals
+    assert totals["plain_graph_steps"] >= 9
+    assert totals["accepted_drafts"] > 10
+    assert all(state.unsettled == 0 for state in made.state._slots.values())
+    assert made.state.get(1, 1).verifies == batch.reqs[0].spec_verify_ct
+
+
+def test_no_phase_without_a_graph_that_holds_the_batch(monkeypatch):
+    made = make(monkeypatch, [5, 10, 15])
+    made.plain.attach(Relay(made))
+    made._plain_graphs = SimpleNamespace(places=lambda rows: None)
+    batch = Batch([10, 20, 30], new_tokens=12)
+    start(made, batch)
+    calls = []
+    plain_steps_module.prepare_for_decode(calls.append, batch)
+    assert calls == [batch]
+    assert not batch.spec_algorithm.is_none()
 
 
 def test_profile_restores_the_table(monkeypatch):

@@ -1,0 +1,49 @@
+"""A plugin for tests: phases of plain steps on a CPU, of random lengths, between short drafts.
+
+Phases are a GPU's way to run steps in which nobody drafts; nothing in them needs one. With
+``PHASES_OVERLAP`` set the scheduler overlaps its work with the forward, as it does on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+
+def install(folder: Path) -> None:
+    """Make this plugin discoverable for processes that have ``folder`` on their path."""
+    target = folder / "aspire_test_phases-0.dist-info"
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: aspire-test-phases\nVersion: 0\n"
+    )
+    (target / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nzz_aspire_test_phases = tests.server.phases_plugin:load\n"
+    )
+
+
+def load() -> None:
+    """Called by SGLang in every process that loads plugins."""
+    from aspire_sglang.runtime.algorithm import AspireAlgorithm
+    from aspire_sglang.runtime.modes import ModeScheduler
+    from aspire_sglang.runtime.worker import AspireWorker
+
+    AspireWorker.plain_phases = True
+    choice = random.Random(7)
+
+    def plain_steps(self: Any, slots: Any, seq_lens: Any, states: Any, caps: Any) -> int:
+        if any(state.pending for state in states):
+            return 0
+        return choice.choice([0, 0, 1, 1, 2, 3, 7, 40])
+
+    ModeScheduler.plain_steps = plain_steps  # type: ignore[method-assign]
+    if os.environ.get("PHASES_OVERLAP"):
+        original = AspireAlgorithm.handle_server_args
+
+        def overlapped(self: Any, server_args: Any) -> None:
+            original(self, server_args)
+            server_args.disable_overlap_schedule = False
+
+        AspireAlgorithm.handle_server_args = overlapped  # type: ignore[method-assign]
