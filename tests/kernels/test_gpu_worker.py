@@ -168,6 +168,7 @@ class Batch:
         result = worker.forward_batch_generation(self)
         if not self.spec_algorithm.is_none():
             self.seq_lens = result.new_seq_lens
+            self.spec_info = result.next_draft_input
         else:
             # SGLang's relay.
             worker.device_state.bonus[self.req_pool_indices] = result.next_token_ids.long()
@@ -224,6 +225,7 @@ def test_counts_on(monkeypatch, late, tiers):
 def start(made, batch):
     batch.req_to_token_pool = made.req_to_token_pool
     first = made.forward_batch_generation(batch)
+    batch.spec_info = first.next_draft_input
     for req, token in zip(batch.reqs, first.next_token_ids.tolist(), strict=True):
         req.output_ids.append(token)
 
@@ -237,7 +239,7 @@ def test_phases_of_plain_steps_between_mixed_ones(monkeypatch, late):
     made._plain_graphs = SimpleNamespace(
         places=lambda rows: 4 if rows <= 4 else None, in_use=contextlib.nullcontext
     )
-    lengths = iter([3, 0, 0, 0, 0, 1, 0, 0, 0, 0, 5])
+    lengths = iter([3, 0, 1, 0, 5, 0, 2, 0, 1])
     seen = []
 
     def plain_steps(slots, seq_lens, states, caps):

@@ -107,3 +107,83 @@ def test_a_cap_ends_a_planned_run():
     assert modes.decide([1], [5000], [state], [GAMMA])[0] == [False]
     state.pending = 2
     assert modes.decide([1], [5000], [state], [2])[0] == [True]
+
+
+def phases(cost: CostModel, rate: float, count: int = 6) -> tuple[ModeScheduler, list, list, list]:
+    modes, drafts = scheduler(cost)
+    modes._phases = True
+    states = [drafts.get(slot, 0) for slot in range(1, count + 1)]
+    for state in states:
+        state.verifies = 5
+        for _ in range(40):
+            state.acceptance.observe(10, round(10 * rate))
+    return modes, states, list(range(1, count + 1)), [GAMMA] * count
+
+
+def test_a_batch_that_does_not_draft_decodes_plainly_for_long():
+    modes, states, slots, caps = phases(TOKEN_BOUND, 0.3)
+    lens = [4000] * len(states)
+    # The first phase shows what plain steps of this size take.
+    assert modes.plain_steps(slots, lens, states, caps) == module.PLAIN_TRIAL
+    shape = module.Running(slots, lens, states, caps).plain_shape()
+    modes._cost.plain_speed.observe(6, modes._cost.model.predict(shape), 1e-3)
+    for state in states:
+        state.plain(module.PLAIN_TRIAL, 0)
+    assert modes.plain_steps(slots, lens, states, caps) == module.PLAIN_PHASE
+
+
+def test_no_phase_while_somebody_holds_drafts_or_starts_some():
+    modes, states, slots, caps = phases(KV_BOUND, 0.95)
+    lens = [8000] * len(states)
+    assert modes.plain_steps(slots, lens, states, caps) == 0
+    assert all(state.run for state in states)
+    states[2].pending = 1
+    assert modes.plain_steps(slots, lens, states, caps) == 0
+
+
+def test_measured_plain_steps_decide():
+    """Drafts that pay against a plain step as predicted may not pay against one as it is."""
+    modes, states, slots, caps = phases(KV_BOUND, 0.75)
+    lens = [8000] * len(states)
+    predicted = modes._cost.model.predict(module.Running(slots, lens, states, caps).plain_shape())
+    modes._cost.plain_speed.observe(6, predicted, predicted)
+    assert modes.plain_steps(slots, lens, states, caps) == 0
+    for state in states:
+        state.run = None
+    for _ in range(20):
+        modes._cost.plain_speed.observe(6, predicted, 0.3 * predicted)
+    assert modes.plain_steps(slots, lens, states, caps) == module.PLAIN_PHASE
+
+
+def test_probes_become_rarer_but_never_cease():
+    modes, states, slots, caps = phases(KV_BOUND, 0.0)
+    lens = [8000] * len(states)
+    predicted = modes._cost.model.predict(module.Running(slots, lens, states, caps).plain_shape())
+    modes._cost.plain_speed.observe(6, predicted, 0.7 * predicted)
+    gaps, since = [], 0
+    for _ in range(400):
+        for state in states:
+            # What the real estimator forgets is another matter.
+            state.acceptance.observe(1, 0)
+        steps = modes.plain_steps(slots, lens, states, caps)
+        if steps:
+            modes.plain_ran(steps)
+            since += steps
+            for state in states:
+                state.plain(steps, 0)
+            continue
+        gaps.append(since)
+        since = 0
+        assert [state.run for state in states] == [1] * 6
+        for state in states:
+            state.begin_settling()
+            state.settle(0, 0)
+    assert gaps[0] < 200
+    assert gaps[-1] >= module.RAREST_PROBE * 32
+    assert len(gaps) > 8
+
+
+def test_settings_apply_to_a_phase_only_without_a_gpu():
+    modes, states, slots, caps = phases(TOKEN_BOUND, 0.3)
+    modes._phases = False
+    assert modes.plain_steps(slots, [4000] * 6, states, caps) <= 1 + PLAIN_RUN
