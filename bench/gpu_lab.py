@@ -33,7 +33,7 @@ class Lab:
         self.start = time.perf_counter()
         out: Path = options.out
         out.mkdir(parents=True, exist_ok=True)
-        room = max(options.requests) * (options.prompt_tokens + options.new_tokens[1] + 80)
+        room = max(options.requests) * (options.prompt_tokens + options.new_tokens[1] + 200)
         self.engines = {
             name: gpu_engine.Variant(name, options.model, room, out) for name in options.engines
         }
@@ -195,21 +195,30 @@ def _rates(
     lab: Lab, prompts: list[list[int]], temperature: float, repeats: int, settings: Any = None
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in ["stock", *(settings or lab.options.settings)]:
+    names = ["stock", *(settings or lab.options.settings)]
+    # Round by round, so that a slower minute of the machine meets everybody.
+    for name in names * repeats:
         engine = lab.serving(name)
         if engine is None:
             continue
         measured = gpu_engine.measure(
-            [engine], prompts, tuple(lab.options.new_tokens), repeats, temperature
+            [engine], prompts, tuple(lab.options.new_tokens), 1, temperature
         )[engine.name]
-        found[name] = measured
+        entry = found.setdefault(name, {"repeats": [], "counters": {}})
+        entry["repeats"] += measured["repeats"]
+        entry["counters"] = measured.get("counters")
+    for name, measured in found.items():
         rates = [round(r["tokens_per_s"]) for r in measured["repeats"]]
         steady = [r["steady_tokens_per_s"] for r in measured["repeats"]]
+        wall = [round(r["seconds"][1], 3) for r in measured["repeats"]]
         counters = dict(measured.get("counters") or {})
         steps = counters.get("decode_steps", 0)
         per_step = counters.get("decode_microseconds", 0) / steps if steps else 0
         cost = {k: float(f"{v:.4g}") for k, v in (counters.pop("cost_model", None) or {}).items()}
-        lab.say(f"  {name}: {rates}, steady {steady}; us/step {per_step:.0f}; {counters}; {cost}")
+        lab.say(
+            f"  {name}: {rates}, steady {steady}, wall {wall}; us/step {per_step:.0f}; {counters}; "
+            f"{cost}"
+        )
     return found
 
 

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ def profile(lab: Lab) -> dict[str, Any]:
     """Where the time of a step goes: device time by kernel, and what the device waits."""
     found = {}
     for key, engine, count, temperature in _cases(lab, lab.options.temperatures):
-        found[key] = _profiled(lab, engine, lab.prompts[:count], temperature)
+        found[key] = kernels_of(lab.options.out, engine, lab.prompts[:count], temperature)
         lab.say(f"{key}: {found[key]}")
     return found
 
@@ -84,10 +85,11 @@ def _summary(events: list[list[Any]]) -> dict[str, Any]:
     return found
 
 
-def _profiled(
-    lab: Lab, engine: gpu_engine.Variant, prompts: list[list[int]], temperature: float
+def kernels_of(
+    out: Path, engine: gpu_engine.Variant, prompts: list[list[int]], temperature: float = 0.0
 ) -> dict[str, Any]:
-    folder = lab.options.out / f"trace-{time.time_ns()}"
+    """Device time of 30 steps by kernel; the trace stays in a folder of ``out``."""
+    folder = out / f"trace-{time.time_ns()}"
     engine.generate(prompts, 1)
     steps = 30
     params = {"max_new_tokens": 160, "temperature": temperature, "ignore_eos": True}

@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import gpu_engine
+from bench.gpu_profile import kernels_of
 from bench.gpu_variants import SETTINGS
 
 QWEN3_8B = {
@@ -106,17 +107,24 @@ def launches(events: list[list[Any]], rows: int) -> list[float]:
 def measure(options: argparse.Namespace, model: Path, save: Any) -> None:
     count, lengths = options.requests, tuple(options.new_tokens)
     prompts = random_prompts(count, options.prompt_tokens)
-    stock = started("stock_8b", options, model, prompts)
-    found: dict[str, Any] = {"stock": rate_of(stock, prompts, lengths)}
-    plain = statistics.median(launches(steps_of(stock, prompts, 64, options.out), count))
-    found["plain_step_s"] = plain
+    found: dict[str, Any] = {}
+    if options.stock:
+        earlier = json.loads(options.stock.read_text())
+        found = {key: earlier["replay"][key] for key in ("stock", "plain_step_s")}
+        found["stock_measured_at"] = earlier["environment"]["commit"]
+    else:
+        stock = started("stock_8b", options, model, prompts)
+        found["stock"] = rate_of(stock, prompts, lengths)
+        steps = launches(steps_of(stock, prompts, 64, options.out), count)
+        found["plain_step_s"] = statistics.median(steps)
+        stock.process.kill()
+        time.sleep(3.0)
+    plain = found["plain_step_s"]
     read = KV_BYTES * count * (options.prompt_tokens + lengths[1] / 2) + WEIGHT_BYTES
     found["plain_step_bytes"] = read
     found["plain_step_floor_s"] = {"4.8 TB/s": read / 4.8e12, "3.9 TB/s (measured)": read / 3.9e12}
     print(found, flush=True)
     save(found)
-    stock.process.kill()
-    time.sleep(3.0)
     aspire = started("replay_8b", options, model, prompts)
     aspire.ask("configure", text="{scheduler: {policy: fixed, gamma: 8}}")
     aspire.ask("collective_rpc", method="probe_replay", rate=0.9)
@@ -129,6 +137,11 @@ def measure(options: argparse.Namespace, model: Path, save: Any) -> None:
     found["draft_over_plain"] = found["draft_step_s"] / plain
     found["verify_over_plain"] = found["verify_step_s"] / plain
     print({k: v for k, v in found.items() if k != "stock"}, flush=True)
+    save(found)
+    aspire.ask("configure", text="{scheduler: {policy: fixed, gamma: 16}}")
+    key = "device time of 30 steps, 16 in 17 of drafts alone"
+    found[key] = kernels_of(options.out, aspire, prompts)
+    print(key, found[key], flush=True)
     save(found)
     for name in options.settings:
         aspire.ask("configure", text=SETTINGS[name])
@@ -156,6 +169,7 @@ def main() -> int:
     parser.add_argument("--rates", type=float, nargs="+", default=[0.8, 0.9, 0.95])
     parser.add_argument("--settings", nargs="+", default=["default", "staggered"])
     parser.add_argument("--start-timeout", type=float, default=240.0)
+    parser.add_argument("--stock", type=Path, help="an earlier result, to take stock's part from")
     parser.add_argument("--commit", default=None)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,8 @@ class SlotState:
     is not known yet may commit. ``probs``: for a sampled request, per pending draft, its
     stored distribution ``[V]`` and the probability of the drawn token. ``confidence``: for a greedy
     request, per pending draft, the draft's probability of its token. ``run``: drafts decided on for
-    this run, None before. ``rest``: verifies for which plain decoding is decided on.
+    this run, None before. ``rest``: verifies for which plain decoding is decided on. ``most``: of
+    the GPU's worker, limits of the request that never change.
     """
 
     generation: int
@@ -36,6 +37,7 @@ class SlotState:
     unsettled: int = 0
     run: int | None = None
     rest: int = 0
+    most: tuple[int, int] | None = None
     probs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
 

@@ -8,6 +8,7 @@ committed tokens up to one verify.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -38,7 +39,10 @@ from aspire_sglang.speculation.cost_model import StepShape
 logger = logging.getLogger(__name__)
 
 # Steps take a few milliseconds and learning from one a fifth of one.
-OBSERVED_SHARE = 0.25
+OBSERVED_SHARE = 0.1
+
+# Mixed steps after something else ran whose times say little: the host is busy with what ran.
+UNSETTLED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,7 @@ class Feedback:
     """What to learn from a step once its accept lengths are known.
 
     ``verified``: per verify row its state, request and drafts. ``started`` and ``ended``: events
-    on the device; the first is the end of the step before, if that was just before this one, so
-    that the time includes what the device waited for the host.
+    around the step on the device. ``typical``: mixed steps went before.
     """
 
     worker: GpuWorker
@@ -69,6 +72,7 @@ class Feedback:
     started: Any
     ended: Any
     graph: bool
+    typical: bool
 
     def __call__(self, accept_lens: list[int]) -> None:
         """Feed estimators, cost model and counters; the step has ended."""
@@ -79,7 +83,8 @@ class Feedback:
             if not req.finished():
                 worker.telemetry.verified(req.rid, drafts, length - 1)
         seconds = self.started.elapsed_time(self.ended) / 1e3
-        worker.cost.observe(self.shape, seconds, share=OBSERVED_SHARE)
+        if self.typical:
+            worker.cost.observe(self.shape, seconds, share=OBSERVED_SHARE)
         worker.telemetry.step(
             drafts=self.num_drafts,
             verifies=len(self.verified),
@@ -101,14 +106,18 @@ class GpuWorker(AspireWorker):
         self._plain_graphs: PlainGraphs | None = None
         # What was asked for this step before its batch was prepared.
         self._asked: tuple[list[Any], Running] | None = None
-        # The end of the step before, if that was a mixed step.
-        self._last_end: Any = None
+        # Mixed steps since something else ran.
+        self._in_row = 0
         self._seed: int | None = server_args.random_seed
 
     def init_cuda_graphs(self) -> None:
         if self.model_runner.decode_cuda_graph_runner is not None:
             self._plain_graphs = PlainGraphs(self.model_runner)
         super().init_cuda_graphs()
+        # What is there now stays: no collection of garbage need look at it again, which would take
+        # longer than several steps.
+        gc.collect()
+        gc.freeze()
 
     def alloc_memory_pool(self, req_to_token_pool: Any = None, **kwargs: Any) -> None:
         super().alloc_memory_pool(req_to_token_pool=req_to_token_pool, **kwargs)
@@ -125,6 +134,7 @@ class GpuWorker(AspireWorker):
         choose_tokens(steps, view, output.next_token_logits)
 
     def share_tokens(self, relay: Any) -> None:
+        self.relay = relay
         # One memory, so that plain and mixed steps find each other's tokens.
         relay.share_tokens(self.device_state.bonus)
 
@@ -141,12 +151,12 @@ class GpuWorker(AspireWorker):
 
     def _plain_forward(self, batch: Any) -> GenerationBatchResult:
         assert self._plain_graphs is not None
-        self._last_end = None
+        self._in_row = 0
         with self._plain_graphs.in_use():
             return self.target_worker.forward_batch_generation(batch)
 
     def _prefill(self, batch: Any) -> GenerationBatchResult:
-        self._last_end = None
+        self._in_row = 0
         result = super()._prefill(batch)
         self.device_state.bonus[batch.req_pool_indices] = result.next_token_ids.long()
         for req in batch.reqs:
@@ -159,20 +169,21 @@ class GpuWorker(AspireWorker):
         # One look at the pool for all rows: a tensor element at a time costs microseconds each.
         generations = self.req_to_token_pool.req_generation.numpy()[slots].tolist()
         states = list(map(self.state.get, slots, generations))
-        seq_lens = [
-            req.kv_committed_len + state.unsettled for req, state in zip(reqs, states, strict=True)
-        ]
-        caps = [
-            self._max_draft(req, s, state.unsettled)
-            for req, s, state in zip(reqs, seq_lens, states, strict=True)
-        ]
+        seq_lens, caps = [], []
+        gamma_max, last = self.gamma_max, self.context_len - 1
+        for req, state in zip(reqs, states, strict=True):
+            unsettled = state.unsettled
+            seq_len = req.kv_committed_len + unsettled
+            seq_lens.append(seq_len)
+            # As _max_draft, whose parts that never change are looked up once.
+            if state.most is None:
+                state.most = self._own_limit(req), req.sampling_params.max_new_tokens - 1
+            own, tokens = state.most
+            cap = min(gamma_max, own, tokens - len(req.output_ids) - unsettled, last - seq_len)
+            caps.append(cap if cap > 0 and req.to_finish is None else 0)
         return Running(slots, seq_lens, states, caps)
 
     def _decode(self, batch: Any) -> GenerationBatchResult:
-        started = self._last_end
-        if started is None:
-            started = torch.cuda.Event(enable_timing=True)
-            started.record()
         asked, self._asked = self._asked, None
         known = asked is not None and asked[0] is batch.reqs
         running = asked[1] if asked is not None and known else self.running(batch)
@@ -185,6 +196,9 @@ class GpuWorker(AspireWorker):
         )
         staged = self.stage(step, batch.seq_lens)
         shape = step_shape(seq_lens, pending, verify, draft_kv)
+        # Not before: what the host does until here is not the device's time.
+        started = torch.cuda.Event(enable_timing=True)
+        started.record()
         forward = self._forward_staged(batch, staged)
         logits = forward.logits_output.next_token_logits[: staged.host.num_tokens]
         outcome = self.sampler.step(
@@ -262,9 +276,14 @@ class GpuWorker(AspireWorker):
     ) -> GenerationBatchResult:
         host, view = staged.host, staged.view
         rows = host.verify_rows
-        order = view.order[: len(host.order)].long()
-        new_seq_lens = batch.seq_lens.clone()
-        new_seq_lens[order] = view.row_lens[: len(host.order)]
+        count = len(host.order)
+        new_seq_lens = None
+        if batch.enable_overlap:
+            # The relay is by slot, so the rows need not be put in batch order.
+            self.relay.publish(view.slots[:count].long(), view.row_lens[:count])
+        else:
+            new_seq_lens = batch.seq_lens.clone()
+            new_seq_lens[view.order[:count].long()] = view.row_lens[:count]
         result = GenerationBatchResult(
             logits_output=forward.logits_output,
             next_token_ids=outcome.tokens.flatten(),
@@ -278,7 +297,7 @@ class GpuWorker(AspireWorker):
         )
         ended = torch.cuda.Event(enable_timing=True)
         ended.record()
-        self._last_end = ended
+        self._in_row += 1
         verified = []
         for row in rows:
             state = states[row]
@@ -295,6 +314,7 @@ class GpuWorker(AspireWorker):
             started,
             ended,
             forward.can_run_cuda_graph,
+            self._in_row > UNSETTLED_STEPS,
         )
         setattr(result, VERIFIED_ROWS, rows)
         setattr(result, FEEDBACK, feedback)

@@ -10,6 +10,9 @@ from sglang.srt.runtime_context import get_server_args
 
 from aspire_sglang.runtime.arguments import is_aspire
 
+AHEAD = 64
+"""Slots beyond the reserve that a request is given where the pool has them; whole pages."""
+
 
 def reserve_slots(original: Callable[[Any], None], batch: Any) -> None:
     """AROUND ``eagle_prepare_for_decode``: give slots to requests whose reserve ran low.
@@ -21,19 +24,37 @@ def reserve_slots(original: Callable[[Any], None], batch: Any) -> None:
     if not is_aspire(get_server_args()) or orchestrator.is_required:
         return original(batch)
     batch.maybe_evict_swa()
-    reserve, page = _reserve(), batch.token_to_kv_pool_allocator.page_size
-    needy, held, wanted = [], [], []
+    reserve = _reserve()
+    ran_low = False
     for req in batch.reqs:
         req.decode_batch_idx += 1
-        allocated = req.kv.kv_allocated_len
-        # The allocator hands out whole pages.
-        target = -(-(req.kv_committed_len + reserve) // page) * page
-        if allocated < target:
-            needy.append(req)
-            held.append(allocated)
-            wanted.append(target)
-    if needy:
-        _give_slots(batch, needy, held, wanted)
+        ran_low |= req.kv.kv_allocated_len < req.kv_committed_len + reserve
+    if not ran_low:
+        return None
+    # Once somebody needs slots, everybody gets some: then most steps hand out none.
+    allocator = batch.token_to_kv_pool_allocator
+    page = allocator.page_size
+    # A row of the request table has an end.
+    widest = batch.req_to_token_pool.req_to_token.shape[1] // page * page
+
+    def shares(more: int) -> list[tuple[Any, int, int]]:
+        found = []
+        for req in batch.reqs:
+            held = req.kv.kv_allocated_len
+            # The allocator hands out whole pages.
+            least = -(-(req.kv_committed_len + reserve) // page) * page
+            wanted = max(least, min(least + more, widest))
+            if held < wanted:
+                found.append((req, held, wanted))
+        return found
+
+    given = shares(AHEAD)
+    if sum(wanted - held for _, held, wanted in given) > allocator.available_size():
+        # SGLang made sure of the reserve alone.
+        given = shares(0)
+    if given:
+        needy, held, wanted = zip(*given, strict=True)
+        _give_slots(batch, list(needy), held, wanted)
     return None
 
 
