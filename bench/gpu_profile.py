@@ -118,7 +118,18 @@ def kernels_of(
         "busy_us_per_step": sum(total.values()) / steps,
         "kernels_per_step": len(kernels) / steps,
         "us_per_step_by_group": {k: round(v / steps, 1) for k, v in total.most_common(22)},
+        "idle_us_per_step_before": {k: round(v / steps, 1) for k, v in _idle(kernels).items()},
     }
+
+
+def _idle(kernels: list[dict[str, Any]]) -> dict[str, float]:
+    """How long the device did nothing, by what it did next."""
+    idle: Counter[str] = Counter()
+    end = float("inf")
+    for event in sorted(kernels, key=lambda event: event["ts"]):
+        idle[event["name"][:60]] += max(0.0, event["ts"] - end)
+        end = max(end if end < float("inf") else 0.0, event["ts"] + event["dur"])
+    return dict(idle.most_common(8))
 
 
 def host(lab: Lab) -> dict[str, Any]:
