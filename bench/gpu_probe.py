@@ -224,7 +224,8 @@ def _replay(rate: float) -> None:
         tokens, row = view.next_tokens[:count], view.token_row[:count]
         draft = view.input_ids[:count].roll(-1)
         judged = row == row.roll(-1)
-        judged[-1] = False
+        # Not by an assignment, which would copy from the host and wait for the device.
+        judged[-1:].zero_()
         passed = torch.rand(count, device=tokens.device) < _RATE[0]
         other = (draft + 1) % 1000
         tokens.copy_(torch.where(judged, torch.where(passed, draft, other), tokens))

@@ -115,10 +115,11 @@ def voters_of(slots, voters, positions, row, max_tokens):
     slot = tl.load(slots + row).to(tl.int64)
     first = tl.load(voters + 2 * row).to(tl.int64)
     second = tl.load(voters + 2 * row + 1).to(tl.int64)
-    seen_first = tl.load(positions + first, mask=first >= 0, other=-1).to(tl.int32)
-    seen_second = tl.load(positions + second, mask=second >= 0, other=-1).to(tl.int32)
+    live = slot >= 0
+    seen_first = tl.load(positions + first, mask=live & (first >= 0), other=-1).to(tl.int32)
+    seen_second = tl.load(positions + second, mask=live & (second >= 0), other=-1).to(tl.int32)
     length = tl.minimum(tl.maximum(seen_first, seen_second) + 1, max_tokens)
-    length = tl.where(slot >= 0, length, 0)
+    length = tl.where(live, length, 0)
     return slot, first, second, seen_first, seen_second, length
 
 

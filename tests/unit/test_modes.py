@@ -21,6 +21,7 @@ from aspire_sglang.speculation.cost_model import CostModel
 
 KV_BOUND = CostModel(1e-3, 1e-6, 1e-8)
 TOKEN_BOUND = CostModel(1e-3, 1e-4, 1e-12)
+LONG_CONTEXTS = CostModel(1e-3, 1e-6, 1e-7)
 GAMMA = 12
 
 
@@ -133,7 +134,7 @@ def test_a_batch_that_does_not_draft_decodes_plainly_for_long():
 
 
 def test_no_phase_while_somebody_holds_drafts_or_starts_some():
-    modes, states, slots, caps = phases(KV_BOUND, 0.95)
+    modes, states, slots, caps = phases(LONG_CONTEXTS, 0.95)
     lens = [8000] * len(states)
     assert modes.plain_steps(slots, lens, states, caps) == 0
     assert all(state.run for state in states)
@@ -156,7 +157,7 @@ def test_measured_plain_steps_decide():
 
 
 def test_probes_become_rarer_but_never_cease():
-    modes, states, slots, caps = phases(KV_BOUND, 0.0)
+    modes, states, slots, caps = phases(LONG_CONTEXTS, 0.0)
     lens = [8000] * len(states)
     predicted = modes._cost.model.predict(module.Running(slots, lens, states, caps).plain_shape())
     modes._cost.plain_speed.observe(6, predicted, 0.7 * predicted)
