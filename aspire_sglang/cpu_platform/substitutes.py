@@ -3,9 +3,15 @@ CPU platform."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from aspire_sglang.sampling.penalties import scaled
+
+logger = logging.getLogger(__name__)
 
 
 def support_triton(backend: str) -> bool:
@@ -46,3 +52,20 @@ def apply_scaling_penalties(logits: torch.Tensor, scaling_penalties: torch.Tenso
 def allocate_token_bitmask(vocab_size: int, batch_size: int) -> torch.Tensor:
     """``[batch_size, ceil(vocab_size / 32)]`` int32 masks that allow every token."""
     return torch.full((batch_size, (vocab_size + 31) // 32), -1, dtype=torch.int32)
+
+
+def checkpoint_dtype(original: Callable[..., torch.dtype], config: Any, dtype: Any) -> torch.dtype:
+    """AROUND ``_get_and_verify_dtype``: what ``--dtype auto`` means on a CPU.
+
+    SGLang serves float32 checkpoints in float16, as is usual on GPUs. Here float16 products are
+    several times slower than float32 ones, so where ``auto`` would give float16 it gives float32;
+    bfloat16 checkpoints stay bfloat16, and an explicit ``--dtype float16`` is honoured.
+    """
+    chosen = original(config, dtype)
+    if chosen != torch.float16:
+        return chosen
+    if isinstance(dtype, str) and dtype.lower() == "auto":
+        logger.info("--dtype auto is float32 on this CPU; --dtype bfloat16 takes half the memory")
+        return torch.float32
+    logger.warning("--dtype float16 is slow on this CPU; float32 and bfloat16 are fast")
+    return chosen

@@ -184,6 +184,13 @@ HOOKS = (
         cpu_only=True,
     ),
     Hook(
+        "configs.model_config._get_and_verify_dtype",
+        HookType.AROUND,
+        substitutes.checkpoint_dtype,
+        "--dtype auto halves float32 checkpoints to float16, which CPUs compute very slowly",
+        cpu_only=True,
+    ),
+    Hook(
         "managers.tp_worker.TpModelWorker.forward_batch_generation",
         HookType.AROUND,
         seeds.carry_seeds,
