@@ -72,7 +72,7 @@ def reload_config(original: Callable[..., Any], scheduler: Any, recv_req: Any) -
     if RELOAD_KEY not in recv_req.server_args or not is_aspire(scheduler.server_args):
         return original(scheduler, recv_req)
     others = {key: value for key, value in recv_req.server_args.items() if key != RELOAD_KEY}
-    if (wanted := recv_req.server_args[RELOAD_KEY]) is not True and wanted != 1:
+    if (wanted := recv_req.server_args[RELOAD_KEY]) != 1:  # True is 1, too
         logger.warning("ASPIRE: %s must be true, not %r", RELOAD_KEY, wanted)
         return SetInternalStateReqOutput(updated=False)
     try:
