@@ -187,7 +187,7 @@ HOOKS = (
         "configs.model_config._get_and_verify_dtype",
         HookType.AROUND,
         substitutes.checkpoint_dtype,
-        "--dtype auto halves float32 checkpoints to float16, which CPUs compute very slowly",
+        "--dtype auto may give 16-bit types, which many CPUs compute several times slower",
         cpu_only=True,
     ),
     Hook(
