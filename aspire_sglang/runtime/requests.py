@@ -34,7 +34,7 @@ _REFUSED_ON_GPU = {
 
 _FIELDS_REFUSED_ON_GPU = ("custom_logit_processor", "return_logprob", "return_hidden_states")
 
-_UNSUPPORTED_FIELDS = (
+UNSUPPORTED_FIELDS = (
     "return_sampling_mask",
     "return_entropy",
     "lora_path",
@@ -51,6 +51,11 @@ class UnsupportedParameter(ValueError):
 def refused_sampling(on_cpu: bool) -> dict[str, Any]:
     """Sampling parameters that a platform cannot honour, with the value that means "not used"."""
     return {} if on_cpu else _REFUSED_ON_GPU
+
+
+def refused_sampling_and_fields() -> set[str]:
+    """Everything that is refused on a GPU and honoured on a CPU."""
+    return {*_REFUSED_ON_GPU, *_FIELDS_REFUSED_ON_GPU, "sampling_seed"}
 
 
 def effective_sampling(request: Any, preferred: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -81,7 +86,7 @@ def unsupported_parameters(
     seeded = sampling.get("sampling_seed") is not None and sampling.get("temperature", 1.0) != 0
     if seeded and not on_cpu:
         found.append("sampling_seed")
-    fields = _UNSUPPORTED_FIELDS if on_cpu else _FIELDS_REFUSED_ON_GPU + _UNSUPPORTED_FIELDS
+    fields = UNSUPPORTED_FIELDS if on_cpu else _FIELDS_REFUSED_ON_GPU + UNSUPPORTED_FIELDS
     found += [name for name in fields if _is_set(getattr(request, name, None))]
     return found
 
@@ -156,6 +161,7 @@ def validate_request(
     check_custom_params(
         sampling.get("custom_params"),
         has_processor=bool(getattr(request, "custom_logit_processor", None)),
+        most=manager.server_args.speculative_num_steps,
     )
     found = unsupported_parameters(request, cpu_platform.is_active(), preferred)
     if found:
