@@ -174,7 +174,7 @@ FLAGS = (
     _scheduling.works("schedule policies", "schedule_policy", _REPLICAS),
     _scheduling.works(
         "receiving requests less often",
-        "scheduler_recv_interval num_continuous_decode_steps",
+        "scheduler_recv_interval",
         _MANY,
     ),
     _scheduling.refused(

@@ -15,6 +15,7 @@ import yaml
 from aspire_sglang.cli.server import Server, aspire_args, plain_args
 from bench.smollm2 import model_path
 from tests.server.client import Client
+from tests.server.tiny import write_tiny_model
 
 # SGLang's own checks: every busy step verifies that no KV slot is lost.
 CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
@@ -69,6 +70,11 @@ def tokenizer(model: Path) -> Any:
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kept = os.environ.get("ASPIRE_TEST_LOGS")
     return Path(kept) if kept else tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny-model"), model)
 
 
 @pytest.fixture(scope="session")

@@ -99,7 +99,7 @@ DETAILS = """
 """
 UNRELATED = """
     mem_fraction_static max_running_requests max_queued_requests max_prefill_tokens
-    prefill_max_requests disable_overlap_schedule
+    prefill_max_requests disable_overlap_schedule num_continuous_decode_steps
 
     disable_hybrid_swa_memory disable_chunked_prefix_cache max_mamba_cache_size
     enable_dsa_cache_layer_split enable_cp_decode_attn_tp enable_attn_tp_input_scattered
