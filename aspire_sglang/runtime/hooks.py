@@ -18,6 +18,7 @@ from aspire_sglang import cpu_platform
 from aspire_sglang.cpu_platform import substitutes, weights
 from aspire_sglang.runtime import (
     arguments,
+    bodies,
     gpu_graphs,
     grammars,
     introspection,
@@ -106,6 +107,13 @@ HOOKS = (
         requests.validate_request,
         "a parameter that cannot be honoured is refused with a 400 that names it; token ids that "
         "would end the scheduler are refused too",
+    ),
+    Hook(
+        "managers.tokenizer_manager.TokenizerManager.generate_request",
+        HookType.AROUND,
+        bodies.check_body,
+        "wrong types, broken Unicode and huge numbers in a request are server errors or end the "
+        "scheduler; they are refused with a 400",
     ),
     Hook(
         "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",

@@ -6,11 +6,8 @@ token may use everything.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
-
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from aspire_sglang import cpu_platform
 from aspire_sglang.runtime.arguments import is_aspire
@@ -41,6 +38,9 @@ UNSUPPORTED_FIELDS = (
     "session_params",
     "input_embeds",
     "positional_embed_overrides",
+    "image_data",
+    "video_data",
+    "audio_data",
 )
 
 
@@ -128,13 +128,14 @@ def _check_top_logprobs(request: Any, vocab_size: int) -> None:
         raise ValueError(f"top_logprobs_num must be 0 to {vocab_size}, not {wanted}.")
 
 
-def _check_parameter_names(sampling: dict[str, Any]) -> None:
-    """Refuse unknown sampling parameters, which SGLang answers with a server error."""
-    valid = SamplingParams.__struct_fields__
-    for name in sampling:
-        if name not in valid:
-            near = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
-            raise ValueError(f"unknown sampling parameter '{name}'; did you mean '{near[0]}'?")
+def _check_listed_ids(request: Any, vocab_size: int) -> None:
+    """Refuse ids to report log-probabilities of that do not exist, which ends the scheduler."""
+    for token in getattr(request, "token_ids_logprob", None) or ():
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"token_ids_logprob holds the token id {token}; the model has ids 0 to "
+                f"{vocab_size - 1}."
+            )
 
 
 def validate_request(
@@ -144,17 +145,17 @@ def validate_request(
 
     Raises:
         UnsupportedParameter: naming every parameter that ASPIRE cannot honour.
-        ValueError: the prompt is empty or holds a token id that does not exist, a sampling
-            parameter is unknown, or the request's own switch for speculation is not valid.
+        ValueError: the prompt is empty or holds a token id that does not exist, or the request's
+            own switch for speculation is not valid.
     """
     original(manager, request, input_ids)
     preferred = manager.preferred_sampling_params
     sampling = effective_sampling(request, preferred)
     if manager.server_args.attention_backend == "aspire":
         _check_token_ids(input_ids, request, manager.model_config.vocab_size)
-        _check_parameter_names(request.sampling_params or {})
         _check_stop_ids(sampling, manager.model_config.vocab_size)
         _check_top_logprobs(request, manager.model_config.vocab_size)
+        _check_listed_ids(request, manager.model_config.vocab_size)
         check_seed(sampling.get("sampling_seed"))
     if not is_aspire(manager.server_args):
         return

@@ -1,0 +1,70 @@
+"""Sampling parameters of wrong types and sizes are refused by name."""
+
+import pytest
+
+from aspire_sglang.runtime.bodies import MOST_COPIES, check_body, check_sampling_params
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        {},
+        {"temperature": 1, "top_p": None, "n": 3, "stop": ["a"], "stop_token_ids": [1, None]},
+        {"logit_bias": {"5": -100}, "custom_params": {"aspire": False}, "top_k": -1},
+        {"max_new_tokens": 2**40, "sampling_seed": 2**62},
+    ],
+)
+def test_what_sglang_understands_passes(params):
+    check_sampling_params(params)
+
+
+@pytest.mark.parametrize(
+    ("params", "names"),
+    [
+        ("hot", ["sampling_params", "'hot'"]),
+        ({"tempature": 1}, ["'tempature'", "'temperature'"]),
+        ({"is_normalized": True}, ["'is_normalized'"]),
+        ({"temperature": "hot"}, ["'temperature'", "float"]),
+        ({"max_new_tokens": 1.5}, ["'max_new_tokens'", "int"]),
+        ({"ignore_eos": 1}, ["'ignore_eos'", "bool"]),
+        ({"stop": [1]}, ["'stop'"]),
+        ({"stop_token_ids": ["a"]}, ["'stop_token_ids'"]),
+        ({"logit_bias": {"5": "much"}}, ["'logit_bias'"]),
+        ({"logit_bias": {"5": 1e300}}, ["'logit_bias'"]),
+        ({"top_k": 2**31}, ["'top_k'"]),
+        ({"max_new_tokens": 2**63}, ["'max_new_tokens'"]),
+        ({"stop_token_ids": [2**63]}, ["'stop_token_ids'"]),
+        ({"n": 0}, ["n must be"]),
+        ({"n": MOST_COPIES + 1}, ["n must be", str(MOST_COPIES)]),
+    ],
+)
+def test_the_rest_is_refused_by_name(params, names):
+    with pytest.raises(ValueError, match="sampling|n must be") as refused:
+        check_sampling_params(params)
+    assert [name for name in names if name not in str(refused.value)] == []
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"text": "a\ud800"},
+        {"text": ["good", "\udfff"]},
+        {"rid": "\ud800"},
+        {"sampling_params": {"stop": ["\ud800"]}},
+        {"sampling_params": {"\ud800": 1}},
+    ],
+)
+def test_half_a_character_is_refused(field):
+    from types import SimpleNamespace
+
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    manager = SimpleNamespace(server_args=SimpleNamespace(attention_backend="aspire"))
+    request = GenerateReqInput(**{"text": "a", **field})
+    with pytest.raises(ValueError, match="surrogate") as refused:
+        check_body(lambda *_: None, manager, request)
+    # It must be possible to send the answer.
+    str(refused.value).encode()
+    manager.server_args.attention_backend = "fa3"
+    check_body(lambda *_: None, manager, request)
