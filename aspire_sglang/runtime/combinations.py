@@ -200,7 +200,7 @@ FLAGS = (
     _compute.row(
         "quantized weights",
         "quantization torchao_config quantize_and_serve modelopt_quant",
-        Refused("quantized weights need GPU kernels"),
+        Refused("quantized weights need GPU kernels", ("unquant",)),
         Untested(),
     ),
     _compute.row(
@@ -263,8 +263,7 @@ FLAGS = (
     _spec.refused(
         "a draft model",
         "speculative_draft_model_path speculative_draft_model_revision "
-        "speculative_draft_load_format speculative_draft_model_quantization "
-        "speculative_draft_attention_backend speculative_token_map",
+        "speculative_draft_load_format speculative_draft_attention_backend speculative_token_map",
         "self-speculation has no draft model",
     ),
     _spec.refused(

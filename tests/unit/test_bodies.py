@@ -40,7 +40,7 @@ def test_what_sglang_understands_passes(params):
     ],
 )
 def test_the_rest_is_refused_by_name(params, names):
-    with pytest.raises(ValueError, match="sampling|n must be") as refused:
+    with pytest.raises(ValueError, match=r"sampling|n must be") as refused:
         check_sampling_params(params)
     assert [name for name in names if name not in str(refused.value)] == []
 

@@ -112,12 +112,14 @@ UNRELATED = """
 
     speculative_algorithm speculative_num_steps speculative_eagle_topk
     speculative_num_draft_tokens speculative_moe_runner_backend speculative_moe_a2a_backend
+    speculative_draft_model_quantization
 
     enable_fp32_lm_head enable_tf32_matmul enable_custom_logit_processor
     disable_outlines_disk_cache
 """
 # In this order: how much and when; details of refused models and refused parallelism; how
-# processes find each other; ASPIRE's own, and experts of any speculative algorithm; numbers of the
+# processes find each other; ASPIRE's own, and what SGLang itself fills in for any
+# speculative algorithm; numbers of the
 # model, and what requests may use, which is tested request by request.
 
 
