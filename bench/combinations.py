@@ -33,6 +33,8 @@ parameter's name. SGLang 0.5.17 has more flags: those that are not listed do not
 and a test keeps the list complete."""
 
 DENSE = "tests/server/test_exactness.py::test_greedy_40_prompts"
+GPU_DENSE = "tests/gpu/test_engine.py::test_stock_finds_every_text_greedy"
+GPU_SAMPLING = "tests/gpu/test_engine.py::test_samples_follow_the_target"
 
 
 def document() -> str:
@@ -70,7 +72,7 @@ def _model_rows() -> Iterable[Sequence[str]]:
     yield (
         "dense decoders with full attention (Llama, SmolLM2)",
         f"works (`{DENSE}`)",
-        "works (`tests/gpu/test_engine.py::test_stock_finds_every_text_greedy`)",
+        f"works (`{GPU_DENSE}`)",
     )
     for limit in MODEL_LIMITS:
         yield limit.feature, _limit(limit, limit.on_cpu), _limit(limit, limit.on_gpu)
@@ -83,7 +85,9 @@ def _limit(limit: ModelLimit, refused: bool) -> str:
 def _request_rows() -> Iterable[Sequence[str]]:
     refused_on_gpu = refused_sampling_and_fields()
     for row in REQUESTS:
-        on_gpu = "refused" if set(row.names) & refused_on_gpu else "see tests/gpu"
+        on_gpu = "refused" if set(row.names) & refused_on_gpu else "not tested"
+        if "temperature" in row.names:
+            on_gpu = f"works (`{GPU_SAMPLING}`)"
         yield row.feature, _code(row.names), f"works (`{row.test}`)", on_gpu
     yield "what speculation cannot give", _code(UNSUPPORTED_FIELDS), "refused", "refused"
 

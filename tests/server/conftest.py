@@ -17,6 +17,9 @@ from bench.smollm2 import model_path
 from tests.server.client import Client
 from tests.server.tiny import write_tiny_model
 
+START_SECONDS = 900
+"""A server starts in half a minute, but not on two busy cores."""
+
 # SGLang's own checks: every busy step verifies that no KV slot is lost.
 CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 COMMON = (
@@ -82,8 +85,9 @@ def servers(model: Path, logs: Path, tokenizer: Any) -> Iterator[tuple[Client, A
     config = logs / "aspire.yaml"
     config.write_text("")
     args = plain_args(model, max_total_tokens=48000, max_running_requests=48, extra=COMMON)
-    plain = Server(args, log=logs / "plain.log", name="plain server", env=CHECKS)
-    aspire = Server(aspire_args(args, config), log=logs / "aspire.log", name="ASPIRE", env=CHECKS)
+    env: dict[str, Any] = {"env": CHECKS, "timeout_s": START_SECONDS}
+    plain = Server(args, log=logs / "plain.log", name="plain server", **env)
+    aspire = Server(aspire_args(args, config), log=logs / "aspire.log", name="ASPIRE", **env)
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         for server in (plain, aspire):
             stack.callback(server.stop)

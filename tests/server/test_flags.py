@@ -14,7 +14,16 @@ import pytest
 
 from aspire_sglang.cli.server import Server, aspire_args, plain_args
 from tests.server.client import request
-from tests.server.conftest import CHECKS, COMMON, DRAFTING, FULL, TINY, Aspire, speculated
+from tests.server.conftest import (
+    CHECKS,
+    COMMON,
+    DRAFTING,
+    FULL,
+    START_SECONDS,
+    TINY,
+    Aspire,
+    speculated,
+)
 from tests.server.prompts import COUNT, PROSE, SHORT
 from tests.server.scoring import gaps
 from tests.server.test_lifecycle import wait_for_steps
@@ -40,8 +49,10 @@ MANY = (
 def start(args: list[str], name: str, logs: Path, tokenizer: Any) -> Iterator[Aspire]:
     config = logs / f"{name}.yaml"
     config.write_text("cost_profile: false\n")
-    server = Server(aspire_args(args, config), log=logs / f"{name}.log", name=name, env=CHECKS)
-    with server as started:
+    log = logs / f"{name}.log"
+    with Server(
+        aspire_args(args, config), log=log, name=name, env=CHECKS, timeout_s=START_SECONDS
+    ) as started:
         client = Aspire(started, True, tokenizer)
         client.config_file = config
         yield client

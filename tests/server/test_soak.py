@@ -21,7 +21,7 @@ import pytest
 
 from aspire_sglang.cli.server import Server, aspire_args, plain_args
 from tests.server.client import Client, request
-from tests.server.conftest import CHECKS, COMMON, DRAFTING, Aspire
+from tests.server.conftest import CHECKS, COMMON, DRAFTING, START_SECONDS, Aspire
 from tests.server.prompts import LOOP, PROSE, SHORT
 
 REQUESTS = int(os.environ.get("ASPIRE_SOAK_REQUESTS", "2000"))
@@ -56,7 +56,9 @@ def server(
         extra=COMMON,
     )
     log = logs / f"soak-{request.param}.log"
-    with Server(aspire_args(args, config), log=log, name="soak", env=CHECKS) as started:
+    with Server(
+        aspire_args(args, config), log=log, name="soak", env=CHECKS, timeout_s=START_SECONDS
+    ) as started:
         client = Aspire(started, True, tokenizer)
         client.config_file = config
         yield client
