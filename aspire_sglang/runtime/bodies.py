@@ -42,6 +42,8 @@ def check_body(original: Callable[..., Any], manager: Any, obj: Any, request: An
     if manager.server_args.attention_backend == "aspire" and isinstance(obj, GenerateReqInput):
         for name in ("text", "rid", "sampling_params", "custom_logit_processor", "lora_path"):
             _check_unicode(name, getattr(obj, name, None))
+        for name in ("logprob_start_len", "top_logprobs_num", "token_ids_logprob", "priority"):
+            _check_sizes(name, getattr(obj, name, None))
         params = obj.sampling_params
         for each in params if isinstance(params, list) else [params]:
             check_sampling_params(each)
@@ -87,6 +89,14 @@ def _check_value(name: str, value: Any) -> None:
             raise ValueError(f"sampling parameter '{name}': {number} is too large.")
     if name == "logit_bias" and any(not abs(bias) <= _MOST_BIAS for bias in value.values()):
         raise ValueError(f"sampling parameter '{name}': a bias is too large.")
+
+
+def _check_sizes(name: str, value: Any) -> None:
+    if isinstance(value, list):
+        for entry in value:
+            _check_sizes(name, entry)
+    elif isinstance(value, int) and not -_INT64 <= value < _INT64:
+        raise ValueError(f"{name}: {value} is too large.")
 
 
 def _integers(value: Any) -> Iterable[int]:

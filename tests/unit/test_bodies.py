@@ -1,6 +1,9 @@
 """Sampling parameters of wrong types and sizes are refused by name."""
 
+from types import SimpleNamespace
+
 import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
 
 from aspire_sglang.runtime.bodies import MOST_COPIES, check_body, check_sampling_params
 
@@ -45,6 +48,19 @@ def test_the_rest_is_refused_by_name(params, names):
     assert [name for name in names if name not in str(refused.value)] == []
 
 
+def manager(backend: str) -> SimpleNamespace:
+    return SimpleNamespace(server_args=SimpleNamespace(attention_backend=backend))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"logprob_start_len": 2**63}, {"token_ids_logprob": [[1], [2**64]]}, {"priority": -(2**70)}],
+)
+def test_numbers_that_no_message_holds_are_refused(field):
+    with pytest.raises(ValueError, match=next(iter(field))):
+        check_body(lambda *_: None, manager("aspire"), GenerateReqInput(text="a", **field))
+
+
 @pytest.mark.parametrize(
     "field",
     [
@@ -56,15 +72,9 @@ def test_the_rest_is_refused_by_name(params, names):
     ],
 )
 def test_half_a_character_is_refused(field):
-    from types import SimpleNamespace
-
-    from sglang.srt.managers.io_struct import GenerateReqInput
-
-    manager = SimpleNamespace(server_args=SimpleNamespace(attention_backend="aspire"))
     request = GenerateReqInput(**{"text": "a", **field})
     with pytest.raises(ValueError, match="surrogate") as refused:
-        check_body(lambda *_: None, manager, request)
+        check_body(lambda *_: None, manager("aspire"), request)
     # It must be possible to send the answer.
     str(refused.value).encode()
-    manager.server_args.attention_backend = "fa3"
-    check_body(lambda *_: None, manager, request)
+    check_body(lambda *_: None, manager("fa3"), request)
