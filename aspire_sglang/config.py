@@ -20,7 +20,6 @@ ENV_CONFIG = "ASPIRE_CONFIG"
 # From this similarity on, a name of another section is likelier meant than one of the same.
 _NEARLY_SO = 0.75
 
-Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -50,7 +49,12 @@ class ContextConfig(_Section):
     )
     page_size: Positive = Field(16, description="tokens per page of the sparse context")
     min_pages: Positive = Field(32, description="least pages a draft row reads")
-    ratio: Fraction = Field(0.07, description="share of the context's pages a draft row reads")
+    ratio: float = Field(
+        0.07,
+        ge=0,
+        le=1,
+        description="share of the context's pages a draft row reads; 0: min_pages for any context",
+    )
     sink_pages: Annotated[int, Field(ge=0)] = Field(1, description="first pages, always read")
     last_pages: Positive = Field(8, description="last pages, always read")
     reduction: Literal["max", "mean", "sum"] = Field(
