@@ -7,11 +7,13 @@ and sends numbers of any size to the scheduler, which ends when a tensor cannot 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 MOST_COPIES = 4096
@@ -44,6 +46,8 @@ def check_body(original: Callable[..., Any], manager: Any, obj: Any, request: An
             _check_unicode(name, getattr(obj, name, None))
         for name in ("logprob_start_len", "top_logprobs_num", "token_ids_logprob", "priority"):
             _check_sizes(name, getattr(obj, name, None))
+        if obj.rid is not None and not obj.rid:
+            raise ValueError("rid must not be empty; leave it out for a random one.")
         params = obj.sampling_params
         for each in params if isinstance(params, list) else [params]:
             check_sampling_params(each)
@@ -83,12 +87,38 @@ def _check_value(name: str, value: Any) -> None:
         raise ValueError(f"sampling parameter '{name}': {fault}.") from None
     if name in _ANY_SIZE:
         return
+    if name == "stop_regex":
+        _check_patterns(value)
     limit = _INT32 if name == "top_k" else _INT64
     for number in _integers(value):
         if not -limit <= number < limit:
             raise ValueError(f"sampling parameter '{name}': {number} is too large.")
     if name == "logit_bias" and any(not abs(bias) <= _MOST_BIAS for bias in value.values()):
         raise ValueError(f"sampling parameter '{name}': a bias is too large.")
+
+
+def _check_patterns(value: str | list[str]) -> None:
+    for pattern in [value] if isinstance(value, str) else value:
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as fault:
+            raise ValueError(f"stop_regex: {pattern!r} is no pattern ({fault}).") from None
+
+
+def check_processor(serialized: Any) -> None:
+    """Refuse a custom logit processor that cannot be loaded, which ends the scheduler.
+
+    Raises:
+        ValueError: it is not the text that its class's ``to_str`` gives.
+    """
+    if not serialized:
+        return
+    try:
+        CustomLogitProcessor.from_str(serialized)
+    except Exception as fault:  # whatever loading someone's class may raise
+        raise ValueError(
+            f"custom_logit_processor cannot be loaded ({type(fault).__name__}: {fault})."
+        ) from None
 
 
 def _check_sizes(name: str, value: Any) -> None:

@@ -24,6 +24,7 @@ from aspire_sglang.runtime import (
     introspection,
     logit_rules,
     logprobs,
+    parse_errors,
     requests,
     reserve,
     results,
@@ -58,6 +59,12 @@ HOOKS = (
         HookType.AROUND,
         arguments.from_cli_args,
         "a missing model, a port in use or too long a context end with one sentence",
+    ),
+    Hook(
+        "entrypoints.http_server.launch_server",
+        HookType.AROUND,
+        parse_errors.launch_server,
+        "some malformed bodies of OpenAI requests would be answered as faults of the server",
     ),
     Hook(
         "mem_cache.kv_cache_builder.get_draft_kv_pool",

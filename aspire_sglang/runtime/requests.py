@@ -11,6 +11,7 @@ from typing import Any
 
 from aspire_sglang import cpu_platform
 from aspire_sglang.runtime.arguments import is_aspire
+from aspire_sglang.runtime.bodies import check_processor
 from aspire_sglang.runtime.seeds import check_seed
 from aspire_sglang.runtime.switch import check_custom_params
 
@@ -157,6 +158,7 @@ def validate_request(
         _check_top_logprobs(request, manager.model_config.vocab_size)
         _check_listed_ids(request, manager.model_config.vocab_size)
         check_seed(sampling.get("sampling_seed"))
+        check_processor(getattr(request, "custom_logit_processor", None))
     if not is_aspire(manager.server_args):
         return
     check_custom_params(

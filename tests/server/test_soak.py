@@ -27,8 +27,6 @@ from tests.server.prompts import LOOP, PROSE, SHORT
 REQUESTS = int(os.environ.get("ASPIRE_SOAK_REQUESTS", "2000"))
 ROUNDS = 8
 CONCURRENT = 24
-OPTIONS = {"temperature": 0, "ignore_eos": True}
-
 # Growth of the scheduler's memory after the first two rounds. By then the statistics of the last
 # 256 requests, the caches of grammars and the arenas of malloc are as full as they get; what a
 # request holds afterwards would show: 1 kB that each of 1,500 requests keeps is 1.5 MB. The bound
@@ -51,7 +49,7 @@ def server(
         path,
         context_length=2048,
         # Small enough that requests are retracted now and then.
-        max_total_tokens=1500,
+        max_total_tokens=1200,
         max_running_requests=CONCURRENT,
         extra=COMMON,
     )
@@ -73,8 +71,7 @@ class Pool:
         for i in range(size):
             start = rng.randint(0, len(text) - 61)
             prompt = text[start : start + rng.randint(1, 60)]
-            # Powers of two up to 64, so that some end with a run and some within one.
-            self.bodies.append(request(prompt, max_new_tokens=2 ** (i % 7), ignore_eos=True))
+            self.bodies.append(request(prompt, max_new_tokens=1 + 7 * (i % 6), ignore_eos=True))
         off = {"custom_params": {"aspire": False}}
         for body in self.bodies:
             plainly = client.post({**body, "sampling_params": {**body["sampling_params"], **off}})
@@ -123,10 +120,11 @@ class Soak:
 
     def _sampled(self, i: int) -> None:
         rng = random.Random(i)
-        options: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "ignore_eos": True}
-        options["max_new_tokens"] = rng.randint(1, 60)
+        options: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True}
+        options["max_new_tokens"] = rng.randint(1, 40)
         kinds: tuple[dict[str, Any], ...] = (
             {},
+            {"top_p": 0.95},
             {"sampling_seed": i},
             {"repetition_penalty": 1.2},
             {"return_logprob": True},
