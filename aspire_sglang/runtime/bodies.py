@@ -32,6 +32,8 @@ _INT32, _INT64 = 2**31, 2**63
 # Processors and seeds have checks of their own.
 _ANY_SIZE = {"custom_params", "sampling_seed"}
 _MOST_BIAS = 1e30
+# xgrammar's compiler crashes at the end of a C string within one.
+_GRAMMARS = {"json_schema", "regex", "ebnf", "structural_tag"}
 
 
 def check_body(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> Any:
@@ -87,6 +89,8 @@ def _check_value(name: str, value: Any) -> None:
         raise ValueError(f"sampling parameter '{name}': {fault}.") from None
     if name in _ANY_SIZE:
         return
+    if name in _GRAMMARS and "\x00" in value:
+        raise ValueError(f"sampling parameter '{name}' must not hold a NUL character.")
     if name == "stop_regex":
         _check_patterns(value)
     limit = _INT32 if name == "top_k" else _INT64

@@ -1,11 +1,18 @@
 """Sampling parameters of wrong types and sizes are refused by name."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from aspire_sglang.runtime.bodies import MOST_COPIES, check_body, check_sampling_params
+from aspire_sglang.runtime import parse_errors
+from aspire_sglang.runtime.bodies import (
+    MOST_COPIES,
+    check_body,
+    check_processor,
+    check_sampling_params,
+)
 
 
 @pytest.mark.parametrize(
@@ -38,12 +45,14 @@ def test_what_sglang_understands_passes(params):
         ({"top_k": 2**31}, ["'top_k'"]),
         ({"max_new_tokens": 2**63}, ["'max_new_tokens'"]),
         ({"stop_token_ids": [2**63]}, ["'stop_token_ids'"]),
+        ({"stop_regex": "["}, ["stop_regex", "'['"]),
+        ({"regex": "a\x00"}, ["'regex'", "NUL"]),
         ({"n": 0}, ["n must be"]),
         ({"n": MOST_COPIES + 1}, ["n must be", str(MOST_COPIES)]),
     ],
 )
 def test_the_rest_is_refused_by_name(params, names):
-    with pytest.raises(ValueError, match=r"sampling|n must be") as refused:
+    with pytest.raises(ValueError, match=r"sampling|stop_regex|n must be") as refused:
         check_sampling_params(params)
     assert [name for name in names if name not in str(refused.value)] == []
 
@@ -78,3 +87,40 @@ def test_half_a_character_is_refused(field):
     # It must be possible to send the answer.
     str(refused.value).encode()
     check_body(lambda *_: None, manager("fa3"), request)
+
+
+@pytest.mark.parametrize("processor", ["a", "{}", '{"callable": "00"}', ["a"], {"a": 1}, 5])
+def test_processors_that_cannot_be_loaded_are_refused(processor):
+    with pytest.raises(ValueError, match="custom_logit_processor cannot be loaded"):
+        check_processor(processor)
+
+
+def test_processors_that_load_pass():
+    from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+
+    check_processor(DisallowedTokensLogitsProcessor.to_str())
+    check_processor(None)
+
+
+def test_only_faults_of_parsing_are_answered():
+    """As FastAPI calls a parser, and as anything else of the server may fail."""
+
+    def request_body_to_args():
+        raise TypeError("no object")
+
+    def route():
+        raise TypeError("a fault of the server")
+
+    request = SimpleNamespace(url=SimpleNamespace(path="/v1/chat/completions"))
+
+    def answered(function):
+        try:
+            function()
+        except TypeError as fault:
+            return asyncio.run(parse_errors.answer(request, fault))
+
+    reply = answered(request_body_to_args)
+    assert reply.status_code == 400
+    assert "/v1/chat/completions" in reply.body.decode()
+    with pytest.raises(TypeError, match="server"):
+        answered(route)
