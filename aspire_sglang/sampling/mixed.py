@@ -1,8 +1,8 @@
 """One verify call for a batch in which requests use different accept rules.
 
 Greedy requests match the argmax, coupled requests match the target's own sample, all others use
-rejection sampling. Only the last two need probabilities over the vocabulary. Each rule is computed
-on its own rows, whose numbers are read from the device: it is made for the CPU.
+rejection sampling. Only the last two need probabilities over the vocabulary, so each rule is
+computed on its own rows.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ def verify(
     flat = torch.arange(logits.shape[0], device=logits.device)
     owner = torch.searchsorted(qo_indptr[1:].contiguous(), flat, right=True).clamp(max=n - 1)
     exact = rows.greedy if coupling is None else rows.greedy | coupling.mask
-    only_sampled = not rows.has_greedy and coupling is None
-    if only_sampled or not bool(exact.any()):
+    if not bool(exact.any()):
         return verify_rejection(
             target_probs(logits, rows.take(owner)),
             draft_probs,
