@@ -33,6 +33,7 @@ from aspire_sglang.runtime.gpu_graphs import PlainGraphs, TierLayout, tier_of
 from aspire_sglang.runtime.modes import Running
 from aspire_sglang.runtime.results import FEEDBACK, VERIFIED_ROWS
 from aspire_sglang.runtime.spec_inputs import NextStepInput, StagedForwardInput
+from aspire_sglang.runtime.switch import draft_limit
 from aspire_sglang.runtime.worker import AspireWorker
 from aspire_sglang.speculation.cost_model import StepShape
 
@@ -177,9 +178,12 @@ class GpuWorker(AspireWorker):
             seq_lens.append(seq_len)
             # As _max_draft, whose parts that never change are looked up once.
             if state.most is None:
-                state.most = self._own_limit(req), req.sampling_params.max_new_tokens - 1
-            own, tokens = state.most
-            cap = min(gamma_max, own, tokens - len(req.output_ids) - unsettled, last - seq_len)
+                params = req.sampling_params
+                own = draft_limit(params.custom_params)
+                most = self.speculative_num_steps if own is None else own
+                state.most = most, params.max_new_tokens - 1
+            most, tokens = state.most
+            cap = min(gamma_max, most, tokens - len(req.output_ids) - unsettled, last - seq_len)
             caps.append(cap if cap > 0 and req.to_finish is None else 0)
         return Running(slots, seq_lens, states, caps)
 

@@ -293,15 +293,11 @@ class AspireWorker(BaseSpecWorker):
         if req.to_finish is not None:
             # An abort is honoured when the row's result is processed, so give it one at once.
             return 0
-        most = min(self._own_limit(req), self.gamma_max)
+        own = draft_limit(req.sampling_params.custom_params)
+        most = self.gamma_max if own is None else min(own, self.gamma_max)
         remaining = req.sampling_params.max_new_tokens - len(req.output_ids) - unsettled
         # A verify commits one token more than it accepts; positions end at the context length.
         return max(0, min(most, remaining - 1, self.context_len - 1 - seq_len))
-
-    def _own_limit(self, req: Any) -> int:
-        """Most drafts before a verify that the request itself allows."""
-        own = draft_limit(req.sampling_params.custom_params)
-        return self.speculative_num_steps if own is None else own
 
     def _may_draft(self, req: Any, state: SlotState) -> bool:
         """Whether the request's grammar, if it has one, allows a draft after the pending ones."""
