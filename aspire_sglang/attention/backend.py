@@ -17,6 +17,7 @@ from aspire_sglang.config import ContextConfig, load_config
 from aspire_sglang.context.selection import SelectionConfig
 from aspire_sglang.context.sparse import RefreshConfig, SparseContext
 from aspire_sglang.runtime.arguments import is_aspire
+from aspire_sglang.runtime.ranks import Ranks
 
 NAME = "aspire"
 
@@ -36,6 +37,7 @@ class AspireAttentionBackend(AttentionBackend):
             ),
             req_to_token=model_runner.req_to_token_pool.req_to_token,
             pool=self._pool,
+            ranks=Ranks.of_model(),
         )
         if is_aspire(model_runner.server_args):
             self.configure_context(load_config().context)

@@ -23,7 +23,6 @@ MAX_RUNNING_GPU = 256
 # Flags that ASPIRE cannot work with yet: field, value that means "off", what the user reads.
 _REFUSED_FLAGS = (
     ("speculative_draft_model_path", None, "self-speculation has no draft model"),
-    ("tp_size", 1, "tensor parallelism is not supported"),
     ("pp_size", 1, "pipeline parallelism is not supported"),
     ("enable_lora", None, "LoRA is not supported"),
     ("enable_dp_attention", False, "DP attention is not supported"),
@@ -42,6 +41,7 @@ _REFUSED_FLAGS = (
 )
 
 _REFUSED_GPU_FLAGS = (
+    ("tp_size", 1, "tensor parallelism is supported on CPUs only"),
     ("enable_return_hidden_states", False, "hidden states are not supported on GPUs"),
     ("enable_torch_compile", False, "torch.compile is not supported"),
     ("disable_cuda_graph_padding", False, "steps are padded to the captured graphs"),

@@ -13,6 +13,8 @@ def launch(**changes):
     given = {
         "speculative_algorithm": "aspire",
         "model_path": "org/model",
+        "attention_backend": "aspire",
+        "tp_size": 1,
         "context_length": None,
         "host": "127.0.0.1",
         "port": 0,
@@ -46,6 +48,18 @@ def test_context_longer_than_the_model(capsys, tmp_path):
     assert launch(model_path=str(tmp_path), context_length=8192) == "started"
 
 
+def test_ranks_that_cannot_share_the_heads(capsys, tmp_path):
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
+    (tmp_path / "config.json").write_text(json.dumps(heads))
+    for algorithm in ("aspire", None):
+        given = {"model_path": str(tmp_path), "speculative_algorithm": algorithm}
+        message = refused(capsys, tp_size=2, **given)
+        assert message.startswith("aspire-sglang: --tp-size 2: ")
+        assert "9 query heads and 3 KV heads" in message
+        assert message.endswith("choose 1 or 3.")
+        assert launch(tp_size=3, **given) == "started"
+
+
 def test_port_in_use(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -55,7 +69,8 @@ def test_port_in_use(capsys):
 
 
 def test_other_servers_are_left_alone():
-    assert launch(speculative_algorithm=None, model_path="/no/such/model") == "started"
+    others = {"speculative_algorithm": None, "attention_backend": "triton"}
+    assert launch(**others, model_path="/no/such/model") == "started"
 
 
 def test_unknown_setting_on_the_command_line(capsys, monkeypatch):
@@ -81,6 +96,7 @@ def test_valid_setting_reaches_the_worker_processes(monkeypatch):
     ("change", "named"),
     [
         ({"device": "xpu"}, "--device xpu"),
+        ({"tp_size": 2}, "--tp-size 2: tensor parallelism is supported on CPUs only"),
         ({"enable_torch_compile": True}, "--enable-torch-compile"),
         ({"disable_cuda_graph_padding": True}, "--disable-cuda-graph-padding"),
         ({"page_size": 32}, "--page-size 32"),
@@ -99,7 +115,6 @@ def test_what_a_gpu_does_not_support_is_named(monkeypatch, change, named):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"tp_size": 2}, "--tp-size 2"),
         ({"pp_size": 2}, "--pp-size 2"),
         ({"enable_lora": True}, "--enable-lora"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
