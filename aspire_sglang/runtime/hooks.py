@@ -15,7 +15,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from aspire_sglang import cpu_platform
-from aspire_sglang.cpu_platform import cores, substitutes, weights
+from aspire_sglang.cpu_platform import cores, parallel, substitutes, weights
 from aspire_sglang.runtime import (
     arguments,
     gpu_graphs,
@@ -211,6 +211,20 @@ HOOKS = (
         cores.use_cores,
         "threads are shared out with kernels of SGLang's own CPU engine; without them each rank "
         "would run a thread per core of the machine",
+        cpu_only=True,
+    ),
+    Hook(
+        "distributed.parallel_state.init_model_parallel_group",
+        HookType.AROUND,
+        parallel.model_parallel_group,
+        "SGLang gives every group of several ranks a communicator for CUDA devices",
+        cpu_only=True,
+    ),
+    Hook(
+        "layers.vocab_parallel_embedding.get_masked_input_and_mask",
+        HookType.REPLACE,
+        parallel.masked_input_and_mask,
+        "a torch.compile function: it needs a C++ compiler, and the first request waits for it",
         cpu_only=True,
     ),
     Hook(

@@ -53,6 +53,7 @@ def start(model: Path, logs: Path, name: str, *extra: str) -> Aspire:
         log=logs / f"{name}.log",
         name=name,
         env=CHECKS | {"ASPIRE_CHECK_RANKS": "1"},
+        timeout_s=600,
     )
     server.start()
     client = Aspire(server, True, None)
