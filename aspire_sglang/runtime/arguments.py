@@ -77,9 +77,9 @@ def _context_too_long(args: argparse.Namespace) -> str | None:
 
 def _heads_do_not_divide(args: argparse.Namespace) -> str | None:
     config = _model_config(args)
-    queries = config.get("num_attention_heads")
-    keys = config.get("num_key_value_heads", queries)
-    if queries is None or (queries % args.tp_size == 0 and keys % args.tp_size == 0):
+    queries: int = config.get("num_attention_heads") or args.tp_size
+    keys: int = config.get("num_key_value_heads") or queries
+    if queries % args.tp_size == 0 and keys % args.tp_size == 0:
         return None
     sizes = [str(n) for n in range(1, keys + 1) if keys % n == 0 and queries % n == 0]
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,9 +83,26 @@ def page_lists(ranks: Ranks, reduction: str) -> tuple[torch.Tensor, torch.Tensor
     return prefill, attention.context.lists.pages
 
 
+class Messages:
+    """Counts what is sent between ranks."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        for name in ("all_reduce", "broadcast", "all_gather_into_tensor"):
+            setattr(dist, name, self._counted(getattr(dist, name)))
+
+    def _counted(self, send: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.sizes.append(tensor.numel())
+            return send(tensor, *args, **kwargs)
+
+        return counted
+
+
 def observe(ranks: Ranks) -> dict[str, Any]:
     """Everything that the tests look at, from one rank."""
     seen: dict[str, Any] = {"rank": ranks.rank, "size": ranks.size}
+    sent = Messages()
     seen["slowest"] = ranks.slowest(1.0 + ranks.rank)
     seen["first"] = ranks.first(torch.tensor([10 + ranks.rank])).item()
     seen["from_first"] = ranks.from_first(lambda: {"rank": ranks.rank})
@@ -99,13 +117,17 @@ def observe(ranks: Ranks) -> dict[str, Any]:
     for reduction in REDUCTIONS:
         scores = torch.tensor([0.25, 0.5]) if ranks.rank == 0 else torch.tensor([0.5, 0.125])
         seen[f"votes {reduction}"] = ranks.votes(scores, reduction).tolist()
+        sent.sizes.clear()
         seen[f"lists {reduction}"] = page_lists(ranks, reduction)
+        seen[f"messages {reduction}"] = list(sent.sizes)
 
     # The ranks measured, drafted and accepted differently: the first one's outcome holds.
     state, states, plan = drafts_and_plan(token=7 + ranks.rank)
     states[0].confidence = [0.9, 0.5 + 0.1 * ranks.rank]
     accepted = Accepted(torch.tensor([[6, 8 + ranks.rank, 0, 0, 0]]), [2 - ranks.rank])
+    sent.sizes.clear()
     outcome, seconds = agree_on_outcome(ranks, plan, state, states, accepted, 1.0 + ranks.rank)
+    seen["messages"] = list(sent.sizes)
     seen["outcome"] = (
         outcome.tokens.tolist(),
         outcome.accept_lens,
@@ -188,6 +210,17 @@ def test_page_lists_are_those_of_one_rank_with_all_heads(seen, reduction):
 def test_the_outcome_is_the_first_ranks(seen):
     for one in seen:
         assert one["outcome"] == ([[6, 8, 0, 0, 0]], [2], [5, 7], [0.9, 0.5], 1.0)
+
+
+def test_a_step_takes_two_messages(seen):
+    """One for all votes, of a number per key of a voting query, and one for the outcome."""
+    for one in seen:
+        for reduction in REDUCTIONS:
+            prefill, decode = one[f"messages {reduction}"]
+            assert 2 * 220 <= prefill < 2 * 240
+            assert 3 * 223 <= decode < 3 * 240
+        # Seconds, a confidence, a draft, an accept length and a run of five.
+        assert one["messages"] == [1 + 1 + 1 + 1 + 5]
 
 
 def test_a_rank_alone_keeps_its_own_outcome():
