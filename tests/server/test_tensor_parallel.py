@@ -28,7 +28,8 @@ CONTEXT = {"context": {"page_size": 4, "min_pages": 8, "ratio": 0.05, "last_page
 """32 tokens, so that all but the shortest requests draft from chosen pages."""
 
 DECIDING = {"scheduler": {"policy": "aspire", "probe_interval": 4, "first_draft": 2}}
-"""Lengths from the cost model, which rests on measured times."""
+"""Lengths from the cost model, which rests on measured times: all ranks must know the same ones.
+Where a step of the small model costs the same whatever it reads, that means not to draft."""
 
 WATCHDOG_S = 60
 
@@ -80,15 +81,16 @@ def prompt(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(3, tiny_model.VOCAB) for _ in range(length)]
 
 
-def assert_in_step(client: Aspire, before: dict) -> dict:
-    """Every decode step since ``before`` was compared, and drafts were accepted and rejected."""
+def assert_in_step(client: Aspire, before: dict, scheduler: dict) -> None:
+    """Every decode step since ``before`` was compared; where drafts are sure to be made, some were
+    accepted and some rejected."""
     now = client.aspire()
     assert now["ranks"]["tp_size"] == 2
     assert now["ranks"]["checked_steps"] == now["decode_steps"] > before["decode_steps"]
-    assert now["accepted_drafts"] > before["accepted_drafts"]
-    assert now["discarded_drafts"] > before["discarded_drafts"]
+    if scheduler is DRAFTING:
+        assert now["accepted_drafts"] > before["accepted_drafts"] + 100
+        assert now["discarded_drafts"] > before["discarded_drafts"] + 100
     client.assert_invariants()
-    return now
 
 
 def test_ranks_start_alike(two_ranks):
@@ -108,11 +110,10 @@ def test_greedy_texts_are_the_models_own(two_ranks, tiny, scheduler):
     rng = random.Random(1)
     prompts = [prompt(rng, length) for length in (5, 40, 90, 150, 300, 500, 900, 1500)]
     answers = two_ranks.generate_all(prompts, max_new_tokens=48, ignore_eos=True)
-    speculated(answers)
     model = tiny_model.load(tiny)
     for ids, answer in zip(prompts, answers, strict=True):
         assert max(tiny_model.gaps(model, ids, answer["output_ids"])) <= TAU
-    assert_in_step(two_ranks, before)
+    assert_in_step(two_ranks, before, scheduler)
 
 
 def send_many(client: Aspire, requests: int, seed: int) -> None:
@@ -152,7 +153,7 @@ def test_three_hundred_sampled_requests(two_ranks):
     two_ranks.configure(DRAFTING, CONTEXT)
     before = two_ranks.aspire()
     send_many(two_ranks, 300, seed=2)
-    assert_in_step(two_ranks, before)
+    assert_in_step(two_ranks, before, DRAFTING)
 
 
 @pytest.mark.slow
@@ -163,7 +164,7 @@ def test_a_thousand_requests_without_a_disagreement(two_ranks):
         two_ranks.configure(scheduler, CONTEXT)
         before = two_ranks.aspire()
         send_many(two_ranks, 500, seed=10 + seed)
-        assert_in_step(two_ranks, before)
+        assert_in_step(two_ranks, before, scheduler)
 
 
 @pytest.mark.slow
@@ -229,7 +230,7 @@ def test_a_killed_rank_ends_the_server(two_ranks):
             time.sleep(0.05)
         assert not any(job.done() for job in jobs), "void: the requests were over"
         victim.send_signal(signal.SIGKILL)
-        assert_ends(two_ranks, 60)
+        assert_ends(two_ranks, 30)
         for job in jobs:
             with pytest.raises(httpx.TransportError):
                 job.result(timeout=10)
@@ -269,7 +270,7 @@ def test_ranks_that_part_stop_the_server(tiny, logs):
         )
         with pytest.raises(httpx.TransportError):
             client.post(body)
-        assert_ends(client, 60)
+        assert_ends(client, 30)
     finally:
         client.server.stop()
     sentence = "tensor-parallel ranks disagree about the tokens of decode step"
