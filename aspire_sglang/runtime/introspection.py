@@ -47,6 +47,7 @@ def describe_request(
     sampling = effective_sampling(request, manager.preferred_sampling_params)
     own = draft_limit(sampling.get("custom_params"))
     meta_info["aspire"] = {
+        "speculation": "off by request" if own == 0 else "on",
         "speculated": summary["draft_steps"] > 0,
         "request_gamma_max": own,
         **summary,
@@ -67,11 +68,14 @@ def describe_server(original: Callable[..., Any], scheduler: Any, recv_req: Any)
 
 
 def reload_config(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """AROUND ``Scheduler.set_internal_state``: ``{"server_args": {"aspire_reload_config": 1}}``
+    """AROUND ``Scheduler.set_internal_state``: ``{"server_args": {"aspire_reload_config": true}}``
     reads the configuration file again; a file that cannot be used changes nothing."""
     if RELOAD_KEY not in recv_req.server_args or not is_aspire(scheduler.server_args):
         return original(scheduler, recv_req)
     others = {key: value for key, value in recv_req.server_args.items() if key != RELOAD_KEY}
+    if (wanted := recv_req.server_args[RELOAD_KEY]) != 1:  # True is 1, too
+        logger.warning("ASPIRE: %s must be true, not %r", RELOAD_KEY, wanted)
+        return SetInternalStateReqOutput(updated=False)
     try:
         scheduler.draft_worker.reload_config()
     except ValueError as fault:

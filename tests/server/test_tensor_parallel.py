@@ -1,6 +1,8 @@
 """``--tp-size 2`` on a CPU: the same texts, the same decisions on both ranks, and a clean end.
 
 Every server here runs with ``ASPIRE_CHECK_RANKS=1``: a step about which the ranks disagree ends it.
+Two ranks take long to start where cores are few, so the short form of these tests is
+``tests/unit/test_ranks.py``, two processes without a server.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from tests.server import tiny_model
 from tests.server.client import request
 from tests.server.conftest import CHECKS, DRAFTING, Aspire, speculated
 from tests.server.scoring import TAU
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 CONTEXT = {"context": {"page_size": 4, "min_pages": 8, "ratio": 0.05, "last_pages": 2}}
 """32 tokens, so that all but the shortest requests draft from chosen pages."""
@@ -156,8 +160,6 @@ def test_three_hundred_sampled_requests(two_ranks):
     assert_in_step(two_ranks, before, DRAFTING)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
 def test_a_thousand_requests_without_a_disagreement(two_ranks):
     for seed, scheduler in enumerate((DECIDING, DRAFTING)):
         two_ranks.begin_test()
@@ -167,8 +169,6 @@ def test_a_thousand_requests_without_a_disagreement(two_ranks):
         assert_in_step(two_ranks, before, scheduler)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_one_rank_and_two_give_the_same_texts(tiny, logs, two_ranks):
     """Greedy texts and the drafts accepted on the way, against a server of one rank."""
     config = logs / "one-rank.yaml"
@@ -256,7 +256,6 @@ def spoiler() -> str:
     return Spoiler.to_str()
 
 
-@pytest.mark.slow
 def test_ranks_that_part_stop_the_server(tiny, logs):
     client = start(tiny, logs, "parting-ranks", "--enable-custom-logit-processor")
     try:
