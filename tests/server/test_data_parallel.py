@@ -11,11 +11,11 @@ import pytest
 
 from aspire_sglang.cli.server import Server, aspire_args, plain_args
 from tests.server import tiny_model
-from tests.server.conftest import CHECKS, DRAFTING, Aspire, speculated
+from tests.server.conftest import CHECKS, DRAFTING, START_SECONDS, Aspire, speculated
 from tests.server.scoring import TAU
 from tests.server.test_tensor_parallel import CONTEXT, prompt
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 REPLICAS = 2
 
@@ -37,7 +37,11 @@ def replicas(tiny: Path, logs: Path) -> Iterator[Aspire]:
         extra=("--skip-tokenizer-init", "--enable-metrics", "--dp-size", str(REPLICAS)),
     )
     server = Server(
-        aspire_args(args, config), log=logs / "replicas.log", name="replicas", env=CHECKS
+        aspire_args(args, config),
+        log=logs / "replicas.log",
+        name="replicas",
+        env=CHECKS,
+        timeout_s=START_SECONDS,
     )
     with server:
         client = Aspire(server, True, None)

@@ -23,7 +23,7 @@ from aspire_sglang.cli.process_tree import session_members
 from aspire_sglang.cli.server import Server, aspire_args, plain_args
 from tests.server import tiny_model
 from tests.server.client import request
-from tests.server.conftest import CHECKS, DRAFTING, Aspire, speculated
+from tests.server.conftest import CHECKS, DRAFTING, START_SECONDS, Aspire, speculated
 from tests.server.scoring import TAU
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -58,7 +58,7 @@ def start(model: Path, logs: Path, name: str, *extra: str) -> Aspire:
         log=logs / f"{name}.log",
         name=name,
         env=CHECKS | {"ASPIRE_CHECK_RANKS": "1"},
-        timeout_s=600,
+        timeout_s=START_SECONDS,
     )
     server.start()
     client = Aspire(server, True, None)
@@ -174,7 +174,10 @@ def test_one_rank_and_two_give_the_same_texts(tiny, logs, two_ranks):
     config = logs / "one-rank.yaml"
     config.write_text("")
     server = Server(
-        aspire_args(arguments(tiny), config), log=logs / "one-rank.log", name="one rank"
+        aspire_args(arguments(tiny), config),
+        log=logs / "one-rank.log",
+        name="one rank",
+        timeout_s=START_SECONDS,
     )
     rng = random.Random(6)
     prompts = [prompt(rng, length) for length in (5, 40, 90, 150, 300, 500, 900, 1500)]
