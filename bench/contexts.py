@@ -69,6 +69,8 @@ def contexts(
                 "last_pages": max(LAST // size, 1),
             }
             for name in names:
+                if name == "window" and size != page_sizes[0]:
+                    continue  # the same tokens
                 found[f"{name}, pages of {size}, {tokens}"] = {**pages, **SELECTIONS[name]}
     return found
 
