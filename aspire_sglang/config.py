@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 ENV_CONFIG = "ASPIRE_CONFIG"
 """Environment variable that carries ``--aspire-config`` into SGLang's worker processes."""
 
-Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -44,7 +43,12 @@ class ContextConfig(_Section):
     )
     page_size: Positive = Field(16, description="tokens per page of the sparse context")
     min_pages: Positive = Field(32, description="least pages a draft row reads")
-    ratio: Fraction = Field(0.07, description="share of the context's pages a draft row reads")
+    ratio: float = Field(
+        0.07,
+        ge=0,
+        le=1,
+        description="share of the context's pages a draft row reads; 0: min_pages for any context",
+    )
     sink_pages: Annotated[int, Field(ge=0)] = Field(1, description="first pages, always read")
     last_pages: Positive = Field(8, description="last pages, always read")
     reduction: Literal["max", "mean", "sum"] = Field(

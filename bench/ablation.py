@@ -105,8 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 requests,
                 tokens,
                 label=label,
-                tokenizer=tokenizer,
-                end_token=tokenizer.eos_token_id,
                 console=Console(quiet=True),
             )
             return decode_speed(done.answers) if tokens > 1 else 0.0

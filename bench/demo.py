@@ -30,7 +30,7 @@ from bench.provenance import provenance
 from bench.report import Report, build_report
 from bench.report_view import show_report, show_requests
 from bench.rescore import score, tau
-from bench.rounds import Request, Round, run_round
+from bench.rounds import Request, Round, add_output_ids, run_round
 from bench.smollm2 import ModelError, cache_root, model_path
 
 # Door, kind and prompt tokens: short and long, easy and hard to draft, side by side.
@@ -76,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _serve(options, console) if options.keep else _demo(options, console)
     except KeyboardInterrupt:
+        # The servers were ended on the way here.
         console.print("stopped")
         return 130
     except SystemExit:
@@ -146,9 +147,11 @@ def _demo(options: argparse.Namespace, console: Console) -> int:
         block = aspire_block(aspire.url)
         steps = stats.steps(block) - before
         speculation = [stats.speculation(block, answer) for answer in decode.answers]
+        _add_output_ids(setup, aspire, decode)
     with server("plain", setup.plain_flags) as plain:
         plain_fill = _round(setup, plain, 1, "prefill", console)
         plain_decode = _round(setup, plain, options.new_tokens, "plain", console)
+        _add_output_ids(setup, plain, plain_decode)
         with console.status("re-scoring the answers by plain decoding"):
             own_gaps = [score(plain.url, answer) for answer in plain_decode.answers]
             gaps = [score(plain.url, answer) for answer in decode.answers]
@@ -188,15 +191,12 @@ def _prepare(options: argparse.Namespace, console: Console) -> Setup:
 
 
 def _round(setup: Setup, server: Server, new_tokens: int, label: str, console: Console) -> Round:
-    return run_round(
-        server.url,
-        setup.requests,
-        new_tokens,
-        label=label,
-        tokenizer=setup.tokenizer,
-        end_token=setup.tokenizer.eos_token_id,
-        console=console,
-    )
+    return run_round(server.url, setup.requests, new_tokens, label=label, console=console)
+
+
+def _add_output_ids(setup: Setup, server: Server, decoded: Round) -> None:
+    end = setup.tokenizer.eos_token_id
+    add_output_ids(server.url, decoded.answers, setup.tokenizer, end)
 
 
 def _about(setup: Setup) -> dict[str, Any]:

@@ -13,6 +13,16 @@ from bench.rounds import Request
 
 TEXT_SHOWN = 420
 
+LEGEND = (
+    "accept length: new tokens per verify (plain decoding: 1). mean draft: drafts per verify, "
+    "chosen per request while it runs; 0 means that plain decoding was the better choice.\n"
+)
+SLOWER = (
+    "ASPIRE was slower here. Other work on the machine, or texts that are hard to draft, can do "
+    "that: run it again on a quiet machine, and see 'When it is slower' in the "
+    "README."
+)
+
 
 def show_requests(console: Console, requests: list[Request]) -> None:
     """What will be asked."""
@@ -29,7 +39,10 @@ def show_report(console: Console, report: Report) -> None:
     for i, request in enumerate(report.requests, start=1):
         console.print(_texts(i, request))
     console.print(_table(report))
+    console.print(LEGEND, style="dim", highlight=False)
     console.print(_totals(report))
+    if report.speedup < 1:
+        console.print(SLOWER, style="yellow", highlight=False)
 
 
 def _texts(number: int, request: RequestReport) -> Panel:

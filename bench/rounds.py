@@ -37,11 +37,12 @@ def run_round(
     new_tokens: int,
     *,
     label: str,
-    tokenizer: TextTokenizer,
-    end_token: int,
     console: Console,
 ) -> Round:
-    """Send every request at the same time; return when all are answered."""
+    """Send every request at the same time; return when all are answered.
+
+    Answers that came as text have no ``output_ids`` yet, see :func:`add_output_ids`.
+    """
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -55,20 +56,25 @@ def run_round(
     if not console.is_terminal:
         console.print(f"{label}: {len(requests)} concurrent requests")
     start = time.perf_counter()
-    with progress, ThreadPoolExecutor(len(requests)) as pool:
-        futures = []
-        for i, request in enumerate(requests):
-            prompt, door = request.prompt, DOORS[request.door]
-            name = f"{label} {i + 1}: {prompt.kind}, {len(prompt.input_ids)} tokens"
-            task = progress.add_task(name, total=new_tokens)
+    pool = ThreadPoolExecutor(len(requests))
+    try:
+        with progress:
+            futures = []
+            for i, request in enumerate(requests):
+                prompt, door = request.prompt, DOORS[request.door]
+                name = f"{label} {i + 1}: {prompt.kind}, {len(prompt.input_ids)} tokens"
+                task = progress.add_task(name, total=new_tokens)
 
-            def on_tokens(tokens: int, task=task) -> None:
-                progress.update(task, completed=tokens)
+                def on_tokens(tokens: int, task=task) -> None:
+                    progress.update(task, completed=tokens)
 
-            rid = f"demo-{label}-{i}-{time.time_ns():x}"
-            futures.append(pool.submit(door, url, prompt, new_tokens, rid, on_tokens))
-        wait(futures, return_when=FIRST_EXCEPTION)
-        answers = [future.result() for future in futures]
+                rid = f"demo-{label}-{i}-{time.time_ns():x}"
+                futures.append(pool.submit(door, url, prompt, new_tokens, rid, on_tokens))
+            wait(futures, return_when=FIRST_EXCEPTION)
+            answers = [future.result() for future in futures]
+    finally:
+        # Not waited for: after Ctrl-C or a fault the answers end with the server, not before.
+        pool.shutdown(wait=False, cancel_futures=True)
     seconds = time.perf_counter() - start
     for answer in answers:
         if answer.prompt_tokens != len(answer.prompt_ids):
@@ -76,9 +82,17 @@ def run_round(
                 f"the server counted {answer.prompt_tokens} prompt tokens, "
                 f"but {len(answer.prompt_ids)} were sent"
             )
-        if not answer.output_ids:
-            answer.output_ids = _output_ids(tokenizer, end_token, answer, url)
     return Round(answers, seconds)
+
+
+def add_output_ids(url: str, answers: Sequence[Answer], tokenizer: TextTokenizer, end: int) -> None:
+    """Find the token ids of answers that came as text; ``end`` is the model's end token.
+
+    May ask the server again, which moves its counters: read those first.
+    """
+    for answer in answers:
+        if not answer.output_ids:
+            answer.output_ids = _output_ids(tokenizer, end, answer, url)
 
 
 def _output_ids(tokenizer: TextTokenizer, end_token: int, answer: Answer, url: str) -> list[int]:

@@ -95,15 +95,7 @@ def _case(
     requests = [Request("/generate, fixed length", prompt) for prompt in prompts]
 
     def run(server: str, tokens: int, label: str) -> Round:
-        return run_round(
-            servers[server].url,
-            requests,
-            tokens,
-            label=label,
-            tokenizer=tokenizer,
-            end_token=tokenizer.eos_token_id,
-            console=console,
-        )
+        return run_round(servers[server].url, requests, tokens, label=label, console=console)
 
     for server in servers:
         run(server, 1, f"{name}, {server}, prefill")

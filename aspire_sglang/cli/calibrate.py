@@ -115,8 +115,12 @@ def calibrate(plan: Plan, work: Path, console: Console) -> Calibration:
         trials: list[Trial] = []
         best: Trial | None = None
         for stage, candidates in stages(plan.num_layers, plan.context):
-            for candidate in candidates(best.candidate if best else first):
-                progress.update(task, description=f"{stage}: {_short(candidate)}")
+            # Each stage holds the best one so far again; it was measured.
+            tried = {trial.candidate for trial in trials}
+            fresh = [c for c in candidates(best.candidate if best else first) if c not in tried]
+            for number, candidate in enumerate(fresh, start=1):
+                place = f"{stage}, {number} of {len(fresh)}"
+                progress.update(task, description=f"{place}: {_short(candidate)}")
                 trial = journal.get(candidate)
                 if trial is None:
                     trial = host.measure(stage, candidate)

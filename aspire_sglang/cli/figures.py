@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from aspire_sglang.cli.trials import Trial
 
 
 def plot_trials(
-    trials: Sequence[Trial], promise: Callable[[Trial], float], path: Path, title: str
+    trials: Sequence[Trial],
+    best: Trial,
+    promise: Callable[[Trial], float],
+    path: Path,
+    title: str,
 ) -> None:
     """Accept length by refresh layer and by budget, as a PNG; ``promise``: tokens per second."""
     import matplotlib
@@ -18,7 +23,12 @@ def plot_trials(
     from matplotlib import pyplot
 
     layers = {t.candidate.refresh_layer: t for t in trials if t.stage.startswith("refresh layer")}
-    budgets = {t.candidate.tokens: t for t in trials if t.stage == "budget"}
+    # All that differ from the best in their budget only, whichever stage tried them.
+    budgets = {
+        t.candidate.tokens: t
+        for t in trials
+        if replace(t.candidate, tokens=best.candidate.tokens) == best.candidate
+    }
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axis, found, label in (
         (axes[0], layers, "refresh layer"),

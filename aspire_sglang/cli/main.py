@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,6 +13,10 @@ from rich.table import Table
 
 from aspire_sglang.cli import machine
 from aspire_sglang.cli.server import ServerError, exit_on_signals
+
+if TYPE_CHECKING:
+    from aspire_sglang.cli.calibrate import Calibration
+    from aspire_sglang.cli.trials import Trial
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -43,7 +48,11 @@ def calibrate(
 ) -> None:
     """Find the refresh layer, head reduction, page size and budget for MODEL on this machine.
 
-    Further flags (--dtype bfloat16, --device cpu, ...) are handed to the server as they are.
+    What follows -- goes to the server as it is:
+
+        aspire calibrate --model MODEL --out MODEL.yaml -- --dtype bfloat16
+
+    Finished trials are kept, so the same command goes on after an interruption.
     """
     from aspire_sglang.cli.calibrate import calibrate as run
     from aspire_sglang.cli.calibrate import promise, written_config
@@ -61,21 +70,10 @@ def calibrate(
     except (ValueError, RuntimeError, ServerError) as fault:
         console.print(f"[red]{fault}[/red]")
         raise typer.Exit(1) from None
-    table = Table(title="trials")
-    for title in ("varied", "layer", "reduction", "page", "tokens", "accept length", "promised"):
-        table.add_column(title, justify="right")
-    for trial in found.trials:
-        tried = trial.candidate
-        table.add_row(
-            trial.stage,
-            str(tried.refresh_layer),
-            tried.reduction,
-            str(tried.page_size),
-            str(tried.tokens),
-            f"{trial.accept_length:.2f}",
-            f"{promise(plan, found.cost, trial):.1f} tok/s",
-        )
-    console.print(table)
+    except KeyboardInterrupt:
+        console.print(f"interrupted; finished trials are in {work}, the same command goes on")
+        raise typer.Exit(130) from None
+    console.print(_trials_table(found, lambda trial: promise(plan, found.cost, trial)))
     provenance = {
         "machine": ", ".join(f"{k} {v}" for k, v in machine.describe_machine().items()),
         "versions": ", ".join(f"{k} {v}" for k, v in machine.describe_versions().items()),
@@ -84,8 +82,38 @@ def calibrate(
     out.write_text(written_config(plan, found, provenance))
     picture = out.with_suffix(".png")
     title = f"{name}, aspire-sglang {_version()}"
-    plot_trials(found.trials, lambda trial: promise(plan, found.cost, trial), picture, title)
+    plot_trials(
+        found.trials, found.best, lambda trial: promise(plan, found.cost, trial), picture, title
+    )
     console.print(f"wrote {out} and {picture}; use it with --aspire-config {out}")
+
+
+def _trials_table(found: Calibration, promise: Callable[[Trial], float]) -> Table:
+    table = Table(title="trials", caption="* chosen")
+    for title in (
+        "",
+        "varied",
+        "layer",
+        "reduction",
+        "page",
+        "tokens",
+        "accept length",
+        "promised",
+    ):
+        table.add_column(title, justify="right")
+    for trial in found.trials:
+        tried = trial.candidate
+        table.add_row(
+            "*" if trial == found.best else "",
+            trial.stage,
+            str(tried.refresh_layer),
+            tried.reduction,
+            str(tried.page_size),
+            str(tried.tokens),
+            f"{trial.accept_length:.2f}",
+            f"{promise(trial):.1f} tok/s",
+        )
+    return table
 
 
 def _version() -> str:

@@ -113,7 +113,9 @@ class Server:
             raise
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is KeyboardInterrupt:
+            self._console.print(f"stopping the {self.name}")
         self.stop()
 
     def start(self) -> None:

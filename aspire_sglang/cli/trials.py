@@ -44,8 +44,8 @@ class Candidate:
             "reduction": self.reduction,
             "page_size": self.page_size,
             "min_pages": max(self.tokens // self.page_size, 1),
-            # The budget is a number of tokens here, so no share of the context may exceed it.
-            "ratio": 1e-6,
+            # The budget is a number of tokens here, whatever the context.
+            "ratio": 0.0,
             "last_pages": max(min(128, self.tokens // 4) // self.page_size, 1),
         }
 

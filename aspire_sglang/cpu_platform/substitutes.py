@@ -3,9 +3,15 @@ CPU platform."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from aspire_sglang.sampling.penalties import scaled
+
+logger = logging.getLogger(__name__)
 
 
 def support_triton(backend: str) -> bool:
@@ -46,3 +52,30 @@ def apply_scaling_penalties(logits: torch.Tensor, scaling_penalties: torch.Tenso
 def allocate_token_bitmask(vocab_size: int, batch_size: int) -> torch.Tensor:
     """``[batch_size, ceil(vocab_size / 32)]`` int32 masks that allow every token."""
     return torch.full((batch_size, (vocab_size + 31) // 32), -1, dtype=torch.int32)
+
+
+def checkpoint_dtype(original: Callable[..., torch.dtype], config: Any, dtype: Any) -> torch.dtype:
+    """AROUND ``_get_and_verify_dtype``: what ``--dtype auto`` means on a CPU.
+
+    SGLang serves float32 checkpoints in float16, as is usual on GPUs. Processors without matrix
+    products in a 16-bit type compute them five to nine times slower than float32, so there
+    ``auto`` gives float32; a type that is asked for by name is honoured.
+    """
+    chosen = original(config, dtype)
+    if chosen == torch.float32 or _computes(chosen):
+        return chosen
+    name = str(chosen).removeprefix("torch.")
+    if isinstance(dtype, str) and dtype.lower() == "auto":
+        logger.info("--dtype auto is float32 here: this CPU computes %s slowly", name)
+        return torch.float32
+    logger.warning("--dtype %s: this CPU computes it slowly; float32 is faster", name)
+    return chosen
+
+
+def _computes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has fast matrix products in a 16-bit type on this processor."""
+    ops = torch.ops.mkldnn
+    if dtype == torch.bfloat16:
+        return bool(ops._is_mkldnn_bf16_supported())
+    # Its float16 products exist on more processors than packed ones, which decode steps need.
+    return False

@@ -184,6 +184,13 @@ HOOKS = (
         cpu_only=True,
     ),
     Hook(
+        "configs.model_config._get_and_verify_dtype",
+        HookType.AROUND,
+        substitutes.checkpoint_dtype,
+        "--dtype auto may give 16-bit types, which many CPUs compute several times slower",
+        cpu_only=True,
+    ),
+    Hook(
         "managers.tp_worker.TpModelWorker.forward_batch_generation",
         HookType.AROUND,
         seeds.carry_seeds,

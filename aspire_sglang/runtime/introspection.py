@@ -67,11 +67,14 @@ def describe_server(original: Callable[..., Any], scheduler: Any, recv_req: Any)
 
 
 def reload_config(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """AROUND ``Scheduler.set_internal_state``: ``{"server_args": {"aspire_reload_config": 1}}``
+    """AROUND ``Scheduler.set_internal_state``: ``{"server_args": {"aspire_reload_config": true}}``
     reads the configuration file again; a file that cannot be used changes nothing."""
     if RELOAD_KEY not in recv_req.server_args or not is_aspire(scheduler.server_args):
         return original(scheduler, recv_req)
     others = {key: value for key, value in recv_req.server_args.items() if key != RELOAD_KEY}
+    if (wanted := recv_req.server_args[RELOAD_KEY]) != 1:  # True is 1, too
+        logger.warning("ASPIRE: %s must be true, not %r", RELOAD_KEY, wanted)
+        return SetInternalStateReqOutput(updated=False)
     try:
         scheduler.draft_worker.reload_config()
     except ValueError as fault:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aspire_sglang.sampling.draw import draw, race, uniforms
+from aspire_sglang.sampling.draw import draw, uniforms
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,8 @@ def sample_draft(
     """
     stored = probs.to(store_dtype)
     weights = stored.float()
-    if uniform is None and probs.is_cuda:
-        tokens = race(weights, generator)
-    else:
-        if uniform is None:
-            uniform = uniforms((probs.shape[0],), probs.device, generator)
-        tokens = draw(weights, uniform)
+    if uniform is None:
+        uniform = uniforms((probs.shape[0],), probs.device, generator)
+    tokens = draw(weights, uniform)
     chosen = weights.gather(1, tokens.view(-1, 1)).view(-1)
     return DraftSample(tokens, stored, chosen / weights.sum(dim=-1))

@@ -1,7 +1,8 @@
 """One verify call for a batch in which requests use different accept rules.
 
 Greedy requests match the argmax, coupled requests match the target's own sample, all others use
-rejection sampling. Only the last two need probabilities over the vocabulary.
+rejection sampling. Only the last two need probabilities over the vocabulary, so each rule is
+computed on its own rows.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ def verify(
     generator: torch.Generator | None = None,
     point_mass: Tensor | None = None,
     coupling: Coupling | None = None,
-    split: bool | None = None,
 ) -> Verified:
     """Verify a ragged batch losslessly, each request by its own rule.
 
@@ -59,8 +59,6 @@ def verify(
         generator: source of the uniforms.
         point_mass: ``[n]`` bool: sampled requests whose drafts were chosen without randomness.
         coupling: the coupled requests, if any.
-        split: compute each rule on its own rows only. The default does so on CPU; on a device it
-            would wait for the row numbers, so there every rule runs on all rows.
 
     Returns:
         Tokens and accept lengths, ``n`` of each.
@@ -79,10 +77,7 @@ def verify(
     flat = torch.arange(logits.shape[0], device=logits.device)
     owner = torch.searchsorted(qo_indptr[1:].contiguous(), flat, right=True).clamp(max=n - 1)
     exact = rows.greedy if coupling is None else rows.greedy | coupling.mask
-    if split is None:
-        split = logits.device.type == "cpu"
-    only_sampled = not rows.has_greedy and coupling is None
-    if only_sampled or (split and not bool(exact.any())):
+    if not bool(exact.any()):
         return verify_rejection(
             target_probs(logits, rows.take(owner)),
             draft_probs,
@@ -91,28 +86,6 @@ def verify(
             qo_indptr,
             uniform=uniform,
             point_mass=point_mass,
-        )
-
-    if not split:
-        probs = target_probs(logits, rows.take(owner))
-        # A greedy row of probs is one-hot: its argmax is the token, and so is any sample of it.
-        targets = probs.argmax(dim=-1)
-        if coupling is not None:
-            drawn = draw_coupled(probs, coupling.seed[owner], coupling.positions)
-            targets = torch.where(coupling.mask[owner], drawn, targets)
-        matched = verify_greedy(targets, drafts, num_drafts, qo_indptr)
-        sampled = verify_rejection(
-            probs,
-            draft_probs,
-            drafts,
-            num_drafts,
-            qo_indptr,
-            uniform=uniform,
-            point_mass=exact if point_mass is None else exact | point_mass,
-        )
-        return Verified(
-            torch.where(exact.view(-1, 1), matched.tokens, sampled.tokens),
-            torch.where(exact, matched.accept_len, sampled.accept_len),
         )
 
     owned = (flat >= qo_indptr[0]) & (flat < qo_indptr[-1])

@@ -91,7 +91,8 @@ def test_the_written_file_is_a_configuration_with_its_origin(tmp_path: Path) -> 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     trials = [trial("refresh layer", Candidate(n), 5 + n / 10) for n in (4, 8, 12)]
     trials += [trial("budget", Candidate(12, tokens=n), 6.0) for n in (256, 512)]
-    plot_trials(trials, lambda t: 100 * t.accept_length, tmp_path / "found.png", "a model")
+    rate = lambda t: 100 * t.accept_length  # noqa: E731
+    plot_trials(trials, trials[2], rate, tmp_path / "found.png", "a model")
     assert (tmp_path / "found.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -20,7 +20,6 @@ from aspire_sglang.sampling import (
     verify_greedy,
     verify_rejection,
 )
-from aspire_sglang.sampling.draw import draw_by_blocks, race
 
 VOCAB = 8
 DEPTH = 3
@@ -432,8 +431,7 @@ def mixed_batch():
     return kinds, logits, rows, drafts, num_drafts, indptr, draft_probs, u
 
 
-@pytest.mark.parametrize("split", [True, False, None])
-def test_mixed_batch_equals_each_rule_alone(split):
+def test_mixed_batch_equals_each_rule_alone():
     kinds, logits, rows, drafts, num_drafts, indptr, draft_probs, u = mixed_batch()
     coupling = Coupling(kinds == 2, torch.arange(60), torch.arange(len(logits)))
     before = logits.clone()
@@ -447,7 +445,6 @@ def test_mixed_batch_equals_each_rule_alone(split):
             draft_probs,
             uniform=u,
             coupling=coupling,
-            split=split,
         )
     )
     assert torch.equal(logits, before)
@@ -464,15 +461,14 @@ def test_mixed_batch_equals_each_rule_alone(split):
     assert result == [alone[kind][i] for i, kind in enumerate(kinds.tolist())]
 
 
-@pytest.mark.parametrize("split", [True, False])
-def test_mixed_batch_without_coupling_or_sampling(split):
+def test_mixed_batch_without_coupling_or_sampling():
     kinds, logits, rows, drafts, num_drafts, indptr, draft_probs, u = mixed_batch()
-    result = verify(logits, rows, drafts, num_drafts, indptr, draft_probs, uniform=u, split=split)
+    result = verify(logits, rows, drafts, num_drafts, indptr, draft_probs, uniform=u)
     greedy = verify_greedy(logits.argmax(-1), drafts, num_drafts, indptr)
     assert torch.equal(result.tokens[kinds == 0], greedy.tokens[kinds == 0])
     n = len(rows)
     all_greedy = SamplingRows.build([0.0] * n, [-1] * n, [1.0] * n, [0.0] * n)
-    result = verify(logits, all_greedy, drafts, num_drafts, indptr, split=split)
+    result = verify(logits, all_greedy, drafts, num_drafts, indptr)
     assert torch.equal(result.tokens, greedy.tokens)
     # The host flags only save work: without them the result is the same.
     vague = SamplingRows(
@@ -482,12 +478,11 @@ def test_mixed_batch_without_coupling_or_sampling(split):
         all_greedy.min_p,
         greedy=kinds >= 0,
     )
-    result = verify(logits, vague, drafts, num_drafts, indptr, uniform=u, split=split)
+    result = verify(logits, vague, drafts, num_drafts, indptr, uniform=u)
     assert torch.equal(result.tokens, greedy.tokens)
 
 
-@pytest.mark.parametrize("split", [True, False])
-def test_batch_of_sampled_requests_only(split):
+def test_batch_of_sampled_requests_only():
     kinds, logits, rows, drafts, num_drafts, indptr, draft_probs, u = mixed_batch()
     n = len(rows)
     sampled = SamplingRows.build([0.8] * n, [4] * n, [0.9] * n, [0.0] * n)
@@ -502,7 +497,6 @@ def test_batch_of_sampled_requests_only(split):
             draft_probs,
             uniform=u,
             point_mass=point_mass,
-            split=split,
         )
         alone = verify_rejection(
             probs, draft_probs, drafts, num_drafts, indptr, u, point_mass=point_mass
@@ -511,14 +505,11 @@ def test_batch_of_sampled_requests_only(split):
         assert torch.equal(result.accept_len, alone.accept_len)
 
 
-@pytest.mark.parametrize("split", [True, False])
-def test_flat_rows_around_the_batch_are_ignored(split):
+def test_flat_rows_around_the_batch_are_ignored():
     _, logits, rows, drafts, num_drafts, indptr, draft_probs, u = mixed_batch()
-    inner = verify(logits, rows, drafts, num_drafts, indptr, draft_probs, uniform=u, split=split)
+    inner = verify(logits, rows, drafts, num_drafts, indptr, draft_probs, uniform=u)
     padded = torch.nn.functional.pad(logits, (0, 0, 3, 4), value=1.0)
-    outer = verify(
-        padded, rows, drafts, num_drafts, indptr + 3, draft_probs, uniform=u, split=split
-    )
+    outer = verify(padded, rows, drafts, num_drafts, indptr + 3, draft_probs, uniform=u)
     assert torch.equal(inner.tokens, outer.tokens)
     assert torch.equal(inner.accept_len, outer.accept_len)
 
@@ -531,28 +522,3 @@ def test_bad_shapes_are_refused():
         verify_rejection(logits, draft_probs, drafts, num_drafts, indptr, u[:, 1:])
     with pytest.raises(ValueError, match="sampling rows"):
         verify(logits, rows.take(torch.arange(3)), drafts, num_drafts, indptr)
-
-
-@pytest.mark.parametrize("vocab", [5, 256, 700])
-def test_draw_by_blocks_equals_draw(vocab):
-    rng = torch.Generator().manual_seed(vocab)
-    weights = torch.rand((400, vocab), generator=rng) ** 4
-    weights[torch.rand((400, vocab), generator=rng) < 0.4] = 0.0
-    weights[:, 3] += 1e-6
-    weights[7] = 0.0
-    weights[7, -1] = 1.0
-    uniform = torch.rand(400, dtype=torch.float64, generator=rng)
-    uniform[:4] = torch.tensor([0.0, 1.0 - 2.0**-53, 0.5, 1.0 - 2.0**-53])
-    for block in (4, 256):
-        found = draw_by_blocks(weights, uniform, block)
-        assert (weights.gather(1, found.view(-1, 1)) > 0).all()
-        assert torch.equal(found, draw(weights, uniform))
-
-
-def test_race_draws_in_proportion():
-    weights = torch.tensor([0.0, 1.0, 2.0, 0.0, 5.0, 2e-38]).repeat(20_000, 1)
-    found = race(weights, torch.Generator().manual_seed(1))
-    counts = torch.bincount(found, minlength=6)
-    assert counts[[0, 3, 5]].tolist() == [0, 0, 0]
-    expected = torch.tensor([1.0, 2.0, 5.0]) / 8 * 20_000
-    assert chisquare(counts[[1, 2, 4]].numpy(), expected.numpy()).pvalue > 1e-3
