@@ -61,7 +61,7 @@ class ContextConfig(_Section):
         "same_step", description="layers above the refresh layer use its new list at once, or not"
     )
 
-    own_share: Fraction = Field(
+    own_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         0.5,
         description="hybrid: part of the budget, less sink and last pages, that every layer's own "
         "pages of the last verify take",
@@ -114,15 +114,28 @@ class AcceptanceConfig(_Section):
 class SchedulerConfig(_Section):
     """When a request stops drafting and verifies."""
 
-    policy: Literal["aspire", "shadow_price", "global", "ar", "fixed", "staggered"] = Field(
+    policy: Literal[
+        "aspire",
+        "shadow_price",
+        "global",
+        "ar",
+        "fixed",
+        "staggered",
+        "feedback",
+        "constant_cost",
+    ] = Field(
         "aspire",
         description="aspire: per-request length from acceptance and cost, the paper's objective; "
         "shadow_price: the same for the throughput of the whole batch; global: one length for all "
         "from the same rule; fixed: one length, all requests in step; staggered: one length, "
-        "phases spread; ar: never draft",
+        "phases spread; ar: never draft; feedback: per-request length that follows the last "
+        "verify; constant_cost: the paper's objective with a fixed cost ratio",
     )
     gamma: Positive | None = Field(
         None, description="draft length of the policies fixed and staggered; default gamma_max"
+    )
+    cost_ratio: Annotated[float, Field(gt=0.0)] = Field(
+        0.2, description="constant_cost: time of a draft step over that of a verify step"
     )
     first_draft: Positive = Field(3, description="drafts before a request's first verify")
     probe_interval: Positive = Field(

@@ -291,7 +291,9 @@ class _Run:
             pages, counts = context.lists.draft_pages(entries, positions)
         valid = torch.arange(pages.shape[-1], device=pages.device) < counts[..., None]
         num_pages = -(-self.loops.width // size)
-        listed = torch.zeros(*pages.shape[:-1], num_pages + 1, dtype=torch.bool, device=pages.device)
+        listed = torch.zeros(
+            *pages.shape[:-1], num_pages + 1, dtype=torch.bool, device=pages.device
+        )
         listed.scatter_(-1, torch.where(valid, pages, num_pages), True)
         return listed[..., :num_pages].repeat_interleave(size, -1)[..., : self.loops.width]
 
@@ -399,7 +401,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results[name] = summary(arrays["accepted"], options.gamma, arrays["overlap"])
             if name in options.keep:
                 path = options.out.with_name(f"{options.out.stem}-{number}.npz")
-                np.savez_compressed(path, **arrays)
+                np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
             results[name]["seconds"] = time.perf_counter() - start
             print(
                 f"{name:44} {results[name]['accept_length']:6.2f} "

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from aspire_sglang.speculation.ablations import adjusted_length
 from aspire_sglang.speculation.acceptance import AcceptanceEstimator
 from aspire_sglang.speculation.confidence import ConfidenceCalibration
 
@@ -25,7 +26,8 @@ class SlotState:
     is not known yet may commit. ``probs``: for a sampled request, per pending draft, its
     stored distribution ``[V]`` and the probability of the drawn token. ``confidence``: for a greedy
     request, per pending draft, the draft's probability of its token. ``run``: drafts decided on for
-    this run, None before. ``rest``: verifies for which plain decoding is decided on.
+    this run, None before. ``rest``: verifies for which plain decoding is decided on. ``length``:
+    draft length by the feedback rule.
     """
 
     generation: int
@@ -36,6 +38,7 @@ class SlotState:
     unsettled: int = 0
     run: int | None = None
     rest: int = 0
+    length: int = 3
     probs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
 
@@ -54,6 +57,7 @@ class SlotState:
         self.unsettled -= drafts + 1
         if drafts:
             self.acceptance.observe(drafts, accepted)
+            self.length = adjusted_length(self.length, drafts, accepted)
         else:
             self.acceptance.decay()
 

@@ -6,7 +6,6 @@ from aspire_sglang.config import SchedulerConfig
 from aspire_sglang.context.sparse import SparseContext
 from aspire_sglang.runtime.cost import RunningCost
 from aspire_sglang.runtime.draft_state import DraftState, SlotState
-from aspire_sglang.speculation.adaptive import AspirePolicy
 from aspire_sglang.speculation.policies import Policy, RowState, make_policy
 
 PLAIN_RUN = 7
@@ -22,6 +21,15 @@ def policy_of(config: SchedulerConfig, gamma_max: int) -> Policy:
                 gamma_max=gamma_max,
                 first_draft=config.first_draft,
                 probe_interval=config.probe_interval,
+            )
+        case "feedback":
+            return make_policy("feedback", gamma_max=gamma_max)
+        case "constant_cost":
+            return make_policy(
+                "constant_cost",
+                gamma_max=gamma_max,
+                cost_ratio=config.cost_ratio,
+                first_draft=config.first_draft,
             )
         case "global":
             return make_policy("global", gamma_max=gamma_max, first_draft=config.first_draft)
@@ -65,8 +73,8 @@ class ModeScheduler:
             [s + state.pending for s, state in zip(seq_lens, states, strict=True)]
         )
         policy = self._policy
-        if isinstance(policy, AspirePolicy) and not any(state.confidence for state in states):
-            self._plan(policy, slots, seq_lens, states, caps, draft_kv)
+        if policy.plans and not any(state.confidence for state in states):
+            self._plan(slots, seq_lens, states, caps, draft_kv)
             verify = [
                 state.pending >= min(state.run or 0, cap)
                 for state, cap in zip(states, caps, strict=True)
@@ -80,7 +88,6 @@ class ModeScheduler:
 
     def _plan(
         self,
-        policy: AspirePolicy,
         slots: list[int],
         seq_lens: list[int],
         states: list[SlotState],
@@ -101,14 +108,13 @@ class ModeScheduler:
             return
         rows = [self._row(slots[i], seq_lens[i], states[i], caps[i], draft_kv[i]) for i in starting]
         together = sum(state.verifies == 0 for state in states) > 1
-        runs = policy.plan(rows, self._cost.model, len(states), together)
+        runs = self._policy.plan(rows, self._cost.model, len(states), together)
         for i, run in zip(starting, runs, strict=True):
             state = states[i]
             state.run = run
             if run == 0:
                 # Up to the next probe at most.
-                due = policy.probe_interval - 1 - (state.verifies + 1) % policy.probe_interval
-                state.rest = min(PLAIN_RUN, due)
+                state.rest = min(PLAIN_RUN, self._policy.until_probe(state.verifies))
 
     def _row(self, slot: int, seq_len: int, state: SlotState, cap: int, kv: int) -> RowState:
         return RowState(
@@ -121,4 +127,5 @@ class ModeScheduler:
             age=state.age,
             slot=slot,
             survival=self._drafts.survival(state),
+            length=state.length,
         )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from aspire_sglang.speculation.acceptance import MAX_RATE
 from aspire_sglang.speculation.cost_model import Array, CostModel
-from aspire_sglang.speculation.rows import RowState, check_at_least_one
+from aspire_sglang.speculation.rows import RowState, StepwisePolicy, check_at_least_one
 
 #: Rounding must not break a tie in favour of the longer draft.
 _TIE = 1e-12
@@ -41,7 +41,7 @@ class _Rule(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _AdaptivePolicy:
+class _AdaptivePolicy(StepwisePolicy):
     """What the rules have in common: first drafts, and probes where drafting does not pay.
 
     The first draft of a request has length ``first_draft`` whatever the rule says, as there is no
@@ -299,22 +299,20 @@ class AspirePolicy(_AdaptivePolicy):
     """
 
     name: ClassVar[str] = "aspire"
+    plans: ClassVar[bool] = True
     rule: ClassVar[type[_Rule]] = _Throughput
 
     def plan(
         self, rows: Sequence[RowState], cost: CostModel, batch: int, together: bool
     ) -> list[int]:
-        """Drafts of the coming run of some rows, in a batch of ``batch`` rows.
-
-        What :meth:`decide` would do step by step where nothing is learnt of pending drafts: each
-        of its decisions follows from the state at the start of the run.
-
-        Args:
-            together: several requests of the batch are in their first draft.
-        """
+        """See :class:`Policy`."""
         rule = self.rule.of(rows, cost, self.gamma_max, batch)
         rates = np.array([row.rate for row in rows], dtype=np.float64)
         return self._runs(rows, rule, rule.best_lengths(rates), together)
+
+    def until_probe(self, verifies: int) -> int:
+        """See :class:`Policy`."""
+        return self.probe_interval - 1 - (verifies + 1) % self.probe_interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +337,7 @@ class ShadowPricePolicy(_AdaptivePolicy):
 
 
 @dataclass(frozen=True, slots=True)
-class GlobalLengthPolicy:
+class GlobalLengthPolicy(StepwisePolicy):
     """One draft length for all requests, from the paper's rule on their mean (an ablation).
 
     What it loses against :class:`AspirePolicy` is what a length per request is worth. Requests
