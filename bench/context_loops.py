@@ -412,7 +412,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.out.write_text(
                 json.dumps(
                     {
-                        "command": ["bench/context_loops.py", *(argv or sys.argv[1:])],
+                        "study": "bench/context_loops.py run",
+                        "rounds": options.rounds,
+                        "repeats": options.repeats,
                         "device": torch.cuda.get_device_name()
                         if options.device == "cuda"
                         else "cpu",
