@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from aspire_sglang.attention.cpu_attention import CpuAttention
 from aspire_sglang.attention.cpu_mixed import CpuMixedAttention
+from aspire_sglang.attention.cpu_plan import Row
 from aspire_sglang.attention.rows import ForwardRows
 from aspire_sglang.context.selection import SelectionConfig, token_scores_to_page_scores
 from aspire_sglang.context.sparse import RefreshConfig, SparseContext
@@ -188,3 +190,20 @@ def test_draft_reads_are_counted():
     assert tokens("refresh") == tokens("hybrid") == (4 * sparse + 400) // 5
     delta = tokens("delta", group_layers=(1, 3), full_layers=1)
     assert delta == (2 * sparse + 3 * 400) // 5
+
+
+def test_a_layer_that_a_row_has_no_slots_for_is_refused():
+    attention = CpuAttention(HEADS, KV_HEADS, SLOTS * WIDTH, DIM, torch.float32)
+    plan = attention.plan([Row(torch.zeros(3, 8, dtype=torch.int32), 1)])
+    q, pool = torch.zeros(1, HEADS, DIM), torch.zeros(KV_HEADS, SLOTS * WIDTH, DIM)
+    attention.attend(q, pool, pool, plan, SCALE, layer=2)
+    with pytest.raises(ValueError, match="layer 3 of rows with slots for 3 layers"):
+        attention.attend(q, pool, pool, plan, SCALE, layer=3)
+
+
+def test_slots_of_every_layer_are_checked():
+    attention = CpuAttention(HEADS, KV_HEADS, SLOTS * WIDTH, DIM, torch.float32)
+    slots = torch.zeros(3, 8, dtype=torch.int32)
+    slots[2, 5] = SLOTS * WIDTH
+    with pytest.raises(ValueError, match="slots 0 to"):
+        attention.plan([Row(slots, 1)])
