@@ -146,6 +146,15 @@ class SchedulerConfig(_Section):
         description="aspire, shadow_price: end a greedy draft early at a token its own "
         "probability makes doubtful, and let a sure run go on; calibrated online",
     )
+    sampled_confidence: bool = Field(
+        False, description="do so for sampled drafts too; on a CPU only"
+    )
+    predictor: Literal["bins", "regression"] = Field(
+        "bins",
+        description="how doubt is measured. bins: the token's probability, in bins; regression: "
+        "also the gap to the second best token, its place in the draft and the recent rate of its "
+        "request; on a CPU only",
+    )
     acceptance: AcceptanceConfig = AcceptanceConfig()
 
 

@@ -57,6 +57,7 @@ _ADAPTIVE = {
     "refresh, shadow price": {"policy": "shadow_price", "confidence": False},
     "refresh, the paper's rule, confidence (default)": {"policy": "aspire"},
     "refresh, shadow price, confidence": {"policy": "shadow_price"},
+    "refresh, the paper's rule, regression": {"policy": "aspire", "predictor": "regression"},
 }
 
 

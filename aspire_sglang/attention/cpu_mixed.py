@@ -77,6 +77,8 @@ class CpuMixedAttention:
         if context is None:
             return frozenset()
         draft, full = context.draft_rows_vote(layer), context.full_rows_vote(layer)
+        if not draft and not full:
+            return frozenset()
         lens, drafts = self._rows.context_lens, self._rows.draft
         return frozenset(
             row

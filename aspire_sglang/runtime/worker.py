@@ -34,7 +34,9 @@ from aspire_sglang.runtime.spec_inputs import MixedForwardInput, NextStepInput
 from aspire_sglang.runtime.switch import draft_limit
 from aspire_sglang.runtime.telemetry import Telemetry
 from aspire_sglang.speculation.acceptance import AcceptanceEstimator, make_estimator
+from aspire_sglang.speculation.confidence import ConfidenceCalibration
 from aspire_sglang.speculation.cost_model import StepShape
+from aspire_sglang.speculation.predictor import AcceptancePredictor
 
 logger = logging.getLogger(__name__)
 
@@ -105,12 +107,20 @@ class AspireWorker(BaseSpecWorker):
         return host_step(self, slots, seq_len, pending, verify)
 
     def _make_sampler(self) -> Any:
-        return StepSampler(self.state, confidence=self.config.scheduler.confidence)
+        scheduler = self.config.scheduler
+        return StepSampler(
+            self.state,
+            confidence=scheduler.confidence,
+            sampled=scheduler.sampled_confidence,
+            gaps=scheduler.predictor == "regression",
+        )
 
     def _apply_config(self, config: AspireConfig) -> None:
         context = self.model_runner.attn_backend.configure_context(config.context)
         self.config = config
         scheduler = config.scheduler
+        regression = scheduler.predictor == "regression"
+        self.state.use_judges(AcceptancePredictor if regression else ConfidenceCalibration)
         self.sampler = self._make_sampler()
         self.modes = ModeScheduler(scheduler, self.gamma_max, context, self.cost, self.state)
         self.telemetry.config = self.config

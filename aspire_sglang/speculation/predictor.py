@@ -56,6 +56,16 @@ class AcceptancePredictor:
         self.weights[FEATURES.index("rate")] = 2.0
         self._covariance = self._prior * np.eye(size)
 
+    def token(
+        self, probability: float, gap: float, position: int, rate: float
+    ) -> NDArray[np.float64]:
+        """See :func:`features`."""
+        return features(probability, gap, position, rate)
+
+    def survival(self, tokens: Sequence[NDArray[np.float64]], expected: float) -> float:
+        """Probability that a whole pending run is accepted; ``expected`` is in the features."""
+        return math.prod(map(self.rate, tokens))
+
     def rate(self, token: NDArray[np.float64]) -> float:
         """Probability that the token is accepted, given that its run was so far."""
         return 1.0 / (1.0 + math.exp(-float(self.weights @ token)))
