@@ -1,5 +1,5 @@
 # Every target is one script that also runs without make.
-.PHONY: demo serve test check bench clean
+.PHONY: demo serve test test-slow check bench clean
 
 demo: ## ASPIRE against plain decoding on a real model; writes demo-report.json
 	@bench/demo.sh
@@ -9,6 +9,9 @@ serve: ## the demo's model with ASPIRE on port 30000, until Ctrl-C
 
 test: ## unit tests and tests against a real SGLang server
 	@tests/run.sh
+
+test-slow: ## the tests that take minutes each: many requests, many scenarios, other servers
+	@tests/run.sh -m slow
 
 check: ## style and types
 	@bench/check.sh

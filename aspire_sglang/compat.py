@@ -39,11 +39,12 @@ def require_supported_sglang() -> None:
         )
 
 
-def stop(message: str) -> NoReturn:
-    """End the process with one sentence for the user.
+def stop(*messages: str) -> NoReturn:
+    """End the process with one line for the user per message.
 
     SGLang only logs an exception that a plugin raises and starts without it, so a fault found
     while the plugin loads must end the process here.
     """
-    print(f"aspire-sglang: {message}", file=sys.stderr, flush=True)
+    for message in messages:
+        print(f"aspire-sglang: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)

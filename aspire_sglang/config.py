@@ -17,11 +17,22 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 ENV_CONFIG = "ASPIRE_CONFIG"
 """Environment variable that carries ``--aspire-config`` into SGLang's worker processes."""
 
+# From this similarity on, a name of another section is likelier meant than one of the same.
+_NEARLY_SO = 0.75
+
 Positive = Annotated[int, Field(ge=1)]
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used; the message is one sentence for the user."""
+    """The configuration cannot be used.
+
+    Attributes:
+        faults: one sentence for the user each.
+    """
+
+    def __init__(self, *faults: str) -> None:
+        super().__init__(" ".join(faults))
+        self.faults = faults
 
 
 class _Section(BaseModel):
@@ -180,33 +191,53 @@ class AspireConfig(_Section):
     )
 
 
-def _valid_names(location: tuple[int | str, ...]) -> list[str]:
-    model: Any = AspireConfig
-    for part in location:
-        annotation = model.model_fields[str(part)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    return sorted(model.model_fields)
+def _options(model: type[BaseModel] = AspireConfig, section: str = "") -> list[str]:
+    """Dotted names of all options and sections."""
+    names = []
+    for name, field in model.model_fields.items():
+        names.append(section + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            names += _options(field.annotation, f"{section}{name}.")
+    return names
+
+
+def _nearest(dotted: str) -> str:
+    """The option that was probably meant: one of any section that is spelled nearly so, else the
+    most similar one of the same section."""
+    section, _, wanted = dotted.rpartition(".")
+
+    def likeness(option: str) -> float:
+        return difflib.SequenceMatcher(None, wanted, option.rpartition(".")[2]).ratio()
+
+    siblings = [option for option in _options() if _in(option, section)]
+    # Siblings first: `max` keeps the first of equals.
+    best = max(siblings + _options(), key=likeness)
+    return best if likeness(best) >= _NEARLY_SO else max(siblings, key=likeness)
 
 
 def _sentence(error: Any) -> str:
     location = tuple(error["loc"])
     dotted = ".".join(map(str, location)) or "the file"
     if error["type"] == "extra_forbidden":
-        names = _valid_names(location[:-1])
-        near = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.0)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        return f"unknown option '{dotted}'{hint} (valid: {', '.join(names)})"
+        section = dotted.rpartition(".")[0]
+        valid = [name.removeprefix(f"{section}.") for name in _options() if _in(name, section)]
+        return (
+            f"unknown option '{dotted}'; did you mean '{_nearest(dotted)}'? "
+            f"(valid{f' in {section}' if section else ''}: {', '.join(sorted(valid))})"
+        )
     message = error["msg"].removeprefix("Value error, ")
     return f"option '{dotted}': {message} (got {error['input']!r})"
+
+
+def _in(option: str, section: str) -> bool:
+    return option.rpartition(".")[0] == section
 
 
 def parse_config(data: Any, origin: str) -> AspireConfig:
     """Validate a mapping as :class:`AspireConfig`.
 
     Raises:
-        ConfigError: naming ``origin`` and the first fault, with the nearest valid name.
+        ConfigError: naming ``origin`` and every fault, with the nearest valid name.
     """
     if data is None:
         data = {}
@@ -215,7 +246,7 @@ def parse_config(data: Any, origin: str) -> AspireConfig:
     try:
         return AspireConfig.model_validate(data)
     except ValidationError as fault:
-        raise ConfigError(f"{origin}: {_sentence(fault.errors()[0])}.") from None
+        raise ConfigError(*(f"{origin}: {_sentence(e)}." for e in fault.errors())) from None
 
 
 def load_config(source: str | None = None) -> AspireConfig:

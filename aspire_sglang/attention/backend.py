@@ -17,6 +17,7 @@ from aspire_sglang.config import ContextConfig, load_config
 from aspire_sglang.context.selection import SelectionConfig
 from aspire_sglang.context.sparse import RefreshConfig, SparseContext
 from aspire_sglang.runtime.arguments import is_aspire
+from aspire_sglang.runtime.model_limits import model_faults
 
 NAME = "aspire"
 
@@ -28,6 +29,7 @@ class AspireAttentionBackend(AttentionBackend):
         super().__init__()
         from aspire_sglang.attention.cpu_mixed import CpuMixedAttention
 
+        _refuse_unsupported(model_runner)
         self._runner = model_runner
         self._pool = model_runner.token_to_kv_pool
         self._attention = CpuMixedAttention(
@@ -80,6 +82,16 @@ class AspireAttentionBackend(AttentionBackend):
 
     def support_triton(self) -> bool:
         return False
+
+
+def _refuse_unsupported(model_runner: Any) -> None:
+    # A speculating server has been refused earlier, by its configuration; plain decoding on this
+    # backend must not ignore a model's window either.
+    faults = model_faults(model_runner.model_config, on_cpu=True)
+    if (model_runner.sliding_window_size or -1) > -1:
+        faults.append("sliding-window models are not supported")
+    if faults:
+        raise ValueError(f"--attention-backend {NAME}: {'; '.join(faults)}.")
 
 
 def rows_of(forward_batch: Any) -> ForwardRows:

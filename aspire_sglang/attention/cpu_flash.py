@@ -43,14 +43,17 @@ from aspire_sglang.attention.simd import (
     sub,
 )
 
-#: Query lanes of a block: two vectors, the most that leaves room for tiles of eight keys.
+#: Query lanes of a block: two vectors.
 WIDTH = 2 * LANES
 #: Keys of a block: keys, values and scores of one fit in the first-level cache (64 wide heads).
 KEYS = 32
 #: Keys between the one copied and the one asked for: two blocks.
 _AHEAD = 64
 _LINE = 64
-_TILE = 8
+# Keys, or value columns, of a register tile for blocks of one and of two vectors. Eight sums keep
+# both FMA units busy; sixteen save loads, where thirty-two registers (AVX-512) leave room for them.
+_TILE_1 = 8
+_TILE_2 = 8 if LANES == 16 else 4
 _LOG2E = math.log2(math.e)
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 
@@ -119,10 +122,10 @@ JOB = np.dtype(
     ]
 )
 
-_scores_1 = product_tile(_TILE, 1, WIDTH, accumulate=False)
-_scores_2 = product_tile(_TILE, 2, WIDTH, accumulate=False)
-_values_1 = product_tile(_TILE, 1, WIDTH, accumulate=True)
-_values_2 = product_tile(_TILE, 2, WIDTH, accumulate=True)
+_scores_1 = product_tile(_TILE_1, 1, WIDTH, accumulate=False)
+_scores_2 = product_tile(_TILE_2, 2, WIDTH, accumulate=False)
+_values_1 = product_tile(_TILE_1, 1, WIDTH, accumulate=True)
+_values_2 = product_tile(_TILE_2, 2, WIDTH, accumulate=True)
 _pieces, _merges = records(PIECE), records(MERGE)
 _compiled = njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
@@ -227,12 +230,12 @@ def _attend_block(job, piece, head, block, queries, state, keys, values, scores,
     group = job.num_heads // job.num_kv_heads
     one_vector = piece.tokens * group - block * WIDTH <= LANES
     vectors = 1 if one_vector else 2
-    for j in range(0, count, _TILE):
-        target, part = scores + 4 * j * WIDTH, keys + 4 * j * width
-        if one_vector:
-            _scores_1(target, part, width, 1, queries, dim, 0)
-        else:
-            _scores_2(target, part, width, 1, queries, dim, 0)
+    if one_vector:
+        for j in range(0, count, _TILE_1):
+            _scores_1(scores + 4 * j * WIDTH, keys + 4 * j * width, width, 1, queries, dim, 0)
+    else:
+        for j in range(0, count, _TILE_2):
+            _scores_2(scores + 4 * j * WIDTH, keys + 4 * j * width, width, 1, queries, dim, 0)
     some_hidden = first + count > piece.position
     for at in range(0, vectors * LANES, LANES):
         last, before = load(state, at), load(state, WIDTH + at)
@@ -259,12 +262,12 @@ def _attend_block(job, piece, head, block, queries, state, keys, values, scores,
             total = add(total, weight)
         store(state, 2 * WIDTH + at, total)
     factor, sums = state + 4 * 3 * WIDTH, state + 4 * 4 * WIDTH
-    for d in range(0, width, _TILE):
-        target, part = sums + 4 * d * WIDTH, values + 4 * d
-        if one_vector:
-            _values_1(target, part, 1, width, scores, count, factor)
-        else:
-            _values_2(target, part, 1, width, scores, count, factor)
+    if one_vector:
+        for d in range(0, width, _TILE_1):
+            _values_1(sums + 4 * d * WIDTH, values + 4 * d, 1, width, scores, count, factor)
+    else:
+        for d in range(0, width, _TILE_2):
+            _values_2(sums + 4 * d * WIDTH, values + 4 * d, 1, width, scores, count, factor)
 
 
 @_compiled

@@ -10,8 +10,14 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from aspire_sglang import cpu_platform
-from aspire_sglang.config import ConfigError, load_config
+from aspire_sglang.config import AspireConfig, ConfigError, load_config
 from aspire_sglang.runtime.arguments import ALGORITHM
+from aspire_sglang.runtime.flag_checks import (
+    BadArguments,
+    configuration_faults,
+    flag_faults,
+    model_and_layer_faults,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -19,33 +25,6 @@ logger = logging.getLogger(__name__)
 # GPU ASPIRE gains most in large batches. Page tables and graphs grow with the number.
 MAX_RUNNING_CPU = 48
 MAX_RUNNING_GPU = 256
-
-# Flags that ASPIRE cannot work with yet: field, value that means "off", what the user reads.
-_REFUSED_FLAGS = (
-    ("speculative_draft_model_path", None, "self-speculation has no draft model"),
-    ("tp_size", 1, "tensor parallelism is not supported"),
-    ("pp_size", 1, "pipeline parallelism is not supported"),
-    ("enable_lora", None, "LoRA is not supported"),
-    ("enable_dp_attention", False, "DP attention is not supported"),
-    ("dcp_size", 1, "decode context parallelism is not supported"),
-    ("attn_cp_size", 1, "attention context parallelism is not supported"),
-    ("enable_two_batch_overlap", False, "two-batch overlap is not supported"),
-    ("enable_single_batch_overlap", False, "single-batch overlap is not supported"),
-    ("enable_pdmux", False, "PD multiplexing is not supported"),
-    ("enable_multi_layer_eagle", False, "it belongs to another speculative algorithm"),
-    ("enable_mixed_chunk", False, "SGLang does not mix prefill chunks into speculative decoding"),
-    ("enable_hierarchical_cache", False, "the hierarchical cache is not supported"),
-    ("enable_deterministic_inference", False, "deterministic inference is not supported"),
-    ("disaggregation_mode", "null", "PD disaggregation is not supported"),
-    ("tokenizer_worker_num", 1, "tokenizer workers do not load plugins in this SGLang"),
-    ("speculative_adaptive", False, "ASPIRE chooses draft lengths itself"),
-)
-
-_REFUSED_GPU_FLAGS = (
-    ("enable_return_hidden_states", False, "hidden states are not supported on GPUs"),
-    ("enable_torch_compile", False, "torch.compile is not supported"),
-    ("disable_cuda_graph_padding", False, "steps are padded to the captured graphs"),
-)
 
 
 class AspireAlgorithm(CustomSpecAlgo):
@@ -83,15 +62,12 @@ class AspireAlgorithm(CustomSpecAlgo):
         """Fill in the speculative fields; SGLang has no defaults for a registered algorithm.
 
         Raises:
-            ValueError: for a flag ASPIRE cannot honour, with one sentence.
+            BadArguments: with every flag, setting and property of the model that ASPIRE cannot
+                honour, one sentence each.
         """
-        try:
-            config = load_config()
-        except ConfigError as fault:
-            raise ValueError(f"ASPIRE: {fault}") from None
-        _refuse_unsupported(server_args)
-        changes: dict[str, Any] = {}
         on_cpu = cpu_platform.is_active()
+        config = _checked_config(server_args, on_cpu)
+        changes: dict[str, Any] = {}
 
         def change(field: str, value: Any) -> None:
             if getattr(server_args, field) != value:
@@ -112,54 +88,20 @@ class AspireAlgorithm(CustomSpecAlgo):
             logger.info("ASPIRE set --%s %s (was %s)", field.replace("_", "-"), new, old)
 
 
-def _refuse_flags(server_args: Any, table: tuple[tuple[str, Any, str], ...]) -> None:
-    for field, off, reason in table:
-        value = getattr(server_args, field, off)
-        if value not in (off, None, False):
-            raise ValueError(f"ASPIRE: --{field.replace('_', '-')} {value}: {reason}.")
-
-
-def _refuse_unsupported(server_args: Any) -> None:
-    _refuse_flags(server_args, _REFUSED_FLAGS)
-    on_cpu = cpu_platform.is_active()
-    if not on_cpu:
-        _refuse_unsupported_on_gpu(server_args)
-    backends = {
-        server_args.attention_backend,
-        server_args.prefill_attention_backend or server_args.attention_backend,
-        server_args.decode_attention_backend or server_args.attention_backend,
-    }
-    if backends != {"aspire"}:
-        raise ValueError("ASPIRE: needs --attention-backend aspire for prefill and decode.")
-    pages = (1,) if on_cpu else (1, 16, 64)
-    if server_args.page_size not in (None, *pages):
-        known = f"{' or '.join(map(str, pages))} on a {'CPU' if on_cpu else 'GPU'}"
-        raise ValueError(f"ASPIRE: --page-size {server_args.page_size}: must be {known}.")
-    topk = server_args.speculative_eagle_topk
-    if topk not in (None, 1):
-        raise ValueError(f"ASPIRE: --speculative-eagle-topk {topk}: drafts are chains, use 1.")
-    steps, tokens = server_args.speculative_num_steps, server_args.speculative_num_draft_tokens
-    if tokens is not None and (steps is None or tokens != steps + 1):
-        raise ValueError(
-            "ASPIRE: --speculative-num-draft-tokens follows from --speculative-num-steps "
-            "(steps + 1); leave it out."
-        )
-    if steps is not None and not 1 <= steps <= 64:
-        raise ValueError(f"ASPIRE: --speculative-num-steps {steps}: choose 1 to 64.")
-
-
-def _refuse_unsupported_on_gpu(server_args: Any) -> None:
-    if not str(server_args.device).startswith("cuda"):
-        raise ValueError(f"ASPIRE: --device {server_args.device}: runs on CUDA GPUs and CPUs only.")
-    _refuse_flags(server_args, _REFUSED_GPU_FLAGS)
-    sparse = load_config().context.page_size
-    if sparse > 128 or sparse & (sparse - 1):
-        raise ValueError(f"ASPIRE: context.page_size {sparse}: must be 1, 2, 4, ... 128 on a GPU.")
-    if sparse % (server_args.page_size or 1):
-        raise ValueError(
-            f"ASPIRE: --page-size {server_args.page_size}: context.page_size {sparse} must be a "
-            "multiple of it."
-        )
+def _checked_config(server_args: Any, on_cpu: bool) -> AspireConfig:
+    """The configuration, if it and the arguments can be used."""
+    try:
+        config = load_config()
+    except ConfigError as fault:
+        raise BadArguments([*fault.faults, *flag_faults(server_args, on_cpu)]) from None
+    faults = flag_faults(server_args, on_cpu)
+    if server_args.attention_backend is None:
+        faults.append("needs --attention-backend aspire for prefill and decode.")
+    faults += configuration_faults(server_args, config, on_cpu)
+    faults += model_and_layer_faults(server_args.get_model_config(), config, on_cpu)
+    if faults:
+        raise BadArguments(faults)
+    return config
 
 
 def _prepare_graphs(server_args: Any) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
+import re
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from aspire_sglang import cpu_platform
 from aspire_sglang.compat import stop
 from aspire_sglang.config import ENV_CONFIG, ConfigError, load_config
+from aspire_sglang.runtime.flag_checks import BadArguments, flag_faults
 
 ALGORITHM = "ASPIRE"
 
@@ -22,20 +27,16 @@ def is_aspire(server_args: Any) -> bool:
 
 
 class _ConfigAction(argparse.Action):
-    """Checks the file at once and hands it to the worker processes through the environment."""
+    """Hands the file to the worker processes through the environment; read in from_cli_args."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         source = values if values.lstrip().startswith("{") else os.path.abspath(values)
-        try:
-            load_config(source)
-        except ConfigError as fault:
-            stop(str(fault))
         os.environ[ENV_CONFIG] = source
         setattr(namespace, self.dest, source)
 
 
 def add_cli_args(original: Callable[..., None], parser: argparse.ArgumentParser) -> None:
-    """AROUND ``ServerArgs.add_cli_args``: add ASPIRE's one flag."""
+    """AROUND ``ServerArgs.add_cli_args``: add ASPIRE's one flag, and short messages for faults."""
     original(parser)
     parser.add_argument(
         "--aspire-config",
@@ -44,16 +45,49 @@ def add_cli_args(original: Callable[..., None], parser: argparse.ArgumentParser)
         help="YAML file with the settings of --speculative-algorithm ASPIRE, or the settings "
         "themselves as '{gamma_max: 8, context: {ratio: 0.1}}'.",
     )
+    if any(word.upper().endswith(ALGORITHM) for word in sys.argv):
+        # argparse would print SGLang's four hundred flags before the one line that matters.
+        parser.error = lambda message: stop(_with_nearest_flag(parser, message))  # type: ignore
+
+
+def _with_nearest_flag(parser: argparse.ArgumentParser, message: str) -> str:
+    unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
+    if unknown is None:
+        return message
+    flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+    near = difflib.get_close_matches(unknown[1], flags, n=1, cutoff=0.0)
+    return f"{message}; did you mean {near[0]}?"
 
 
 def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
-    """AROUND ``ServerArgs.from_cli_args``: faults a user makes often end with one sentence, before
-    a minute of imports and a page of traceback."""
-    if (args.speculative_algorithm or "").upper() == ALGORITHM:
-        fault = _missing_model(args) or _context_too_long(args) or _port_in_use(args)
-        if fault:
-            stop(fault)
-    return original(cls, args)
+    """AROUND ``ServerArgs.from_cli_args``: faults end with one line each, all of them at once,
+    before a minute of imports and instead of a page of traceback."""
+    speculative = (args.speculative_algorithm or "").upper() == ALGORITHM
+    faults = _config_faults(args)
+    if speculative:
+        faults += flag_faults(args, cpu_platform.is_active())
+        faults += filter(None, (_missing_model(args), _context_too_long(args), _port_in_use(args)))
+    if faults:
+        stop(*faults)
+    try:
+        return original(cls, args)
+    except BadArguments as found:
+        stop(*found.faults)
+    except (ValueError, AssertionError, NotImplementedError) as found:
+        # SGLang's own checks of its arguments. Without a text only the traceback helps.
+        if not speculative or not str(found) or args.log_level == "debug":
+            raise
+        stop(" ".join(str(found).split()))
+
+
+def _config_faults(args: argparse.Namespace) -> list[str]:
+    if getattr(args, "aspire_config", None) is None:
+        return []
+    try:
+        load_config(args.aspire_config)
+    except ConfigError as found:
+        return list(found.faults)
+    return []
 
 
 def _missing_model(args: argparse.Namespace) -> str | None:

@@ -18,11 +18,13 @@ from aspire_sglang import cpu_platform
 from aspire_sglang.cpu_platform import substitutes, weights
 from aspire_sglang.runtime import (
     arguments,
+    bodies,
     gpu_graphs,
     grammars,
     introspection,
     logit_rules,
     logprobs,
+    parse_errors,
     requests,
     reserve,
     results,
@@ -57,6 +59,12 @@ HOOKS = (
         HookType.AROUND,
         arguments.from_cli_args,
         "a missing model, a port in use or too long a context end with one sentence",
+    ),
+    Hook(
+        "entrypoints.http_server.launch_server",
+        HookType.AROUND,
+        parse_errors.launch_server,
+        "some malformed bodies of OpenAI requests would be answered as faults of the server",
     ),
     Hook(
         "mem_cache.kv_cache_builder.get_draft_kv_pool",
@@ -106,6 +114,13 @@ HOOKS = (
         requests.validate_request,
         "a parameter that cannot be honoured is refused with a 400 that names it; token ids that "
         "would end the scheduler are refused too",
+    ),
+    Hook(
+        "managers.tokenizer_manager.TokenizerManager.generate_request",
+        HookType.AROUND,
+        bodies.check_body,
+        "wrong types, broken Unicode and huge numbers in a request are server errors or end the "
+        "scheduler; they are refused with a 400",
     ),
     Hook(
         "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",

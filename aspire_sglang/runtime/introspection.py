@@ -47,6 +47,7 @@ def describe_request(
     sampling = effective_sampling(request, manager.preferred_sampling_params)
     own = draft_limit(sampling.get("custom_params"))
     meta_info["aspire"] = {
+        "speculation": "off by request" if own == 0 else "on",
         "speculated": summary["draft_steps"] > 0,
         "request_gamma_max": own,
         **summary,

@@ -6,14 +6,12 @@ token may use everything.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.sampling.sampling_params import SamplingParams
-
 from aspire_sglang import cpu_platform
 from aspire_sglang.runtime.arguments import is_aspire
+from aspire_sglang.runtime.bodies import check_processor
 from aspire_sglang.runtime.seeds import check_seed
 from aspire_sglang.runtime.switch import check_custom_params
 
@@ -34,13 +32,16 @@ _REFUSED_ON_GPU = {
 
 _FIELDS_REFUSED_ON_GPU = ("custom_logit_processor", "return_logprob", "return_hidden_states")
 
-_UNSUPPORTED_FIELDS = (
+UNSUPPORTED_FIELDS = (
     "return_sampling_mask",
     "return_entropy",
     "lora_path",
     "session_params",
     "input_embeds",
     "positional_embed_overrides",
+    "image_data",
+    "video_data",
+    "audio_data",
 )
 
 
@@ -51,6 +52,11 @@ class UnsupportedParameter(ValueError):
 def refused_sampling(on_cpu: bool) -> dict[str, Any]:
     """Sampling parameters that a platform cannot honour, with the value that means "not used"."""
     return {} if on_cpu else _REFUSED_ON_GPU
+
+
+def refused_sampling_and_fields() -> set[str]:
+    """Everything that is refused on a GPU and honoured on a CPU."""
+    return {*_REFUSED_ON_GPU, *_FIELDS_REFUSED_ON_GPU, "sampling_seed"}
 
 
 def effective_sampling(request: Any, preferred: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -81,7 +87,7 @@ def unsupported_parameters(
     seeded = sampling.get("sampling_seed") is not None and sampling.get("temperature", 1.0) != 0
     if seeded and not on_cpu:
         found.append("sampling_seed")
-    fields = _UNSUPPORTED_FIELDS if on_cpu else _FIELDS_REFUSED_ON_GPU + _UNSUPPORTED_FIELDS
+    fields = UNSUPPORTED_FIELDS if on_cpu else _FIELDS_REFUSED_ON_GPU + UNSUPPORTED_FIELDS
     found += [name for name in fields if _is_set(getattr(request, name, None))]
     return found
 
@@ -123,13 +129,14 @@ def _check_top_logprobs(request: Any, vocab_size: int) -> None:
         raise ValueError(f"top_logprobs_num must be 0 to {vocab_size}, not {wanted}.")
 
 
-def _check_parameter_names(sampling: dict[str, Any]) -> None:
-    """Refuse unknown sampling parameters, which SGLang answers with a server error."""
-    valid = SamplingParams.__struct_fields__
-    for name in sampling:
-        if name not in valid:
-            near = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
-            raise ValueError(f"unknown sampling parameter '{name}'; did you mean '{near[0]}'?")
+def _check_listed_ids(request: Any, vocab_size: int) -> None:
+    """Refuse ids to report log-probabilities of that do not exist, which ends the scheduler."""
+    for token in getattr(request, "token_ids_logprob", None) or ():
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"token_ids_logprob holds the token id {token}; the model has ids 0 to "
+                f"{vocab_size - 1}."
+            )
 
 
 def validate_request(
@@ -139,23 +146,25 @@ def validate_request(
 
     Raises:
         UnsupportedParameter: naming every parameter that ASPIRE cannot honour.
-        ValueError: the prompt is empty or holds a token id that does not exist, a sampling
-            parameter is unknown, or the request's own switch for speculation is not valid.
+        ValueError: the prompt is empty or holds a token id that does not exist, or the request's
+            own switch for speculation is not valid.
     """
     original(manager, request, input_ids)
     preferred = manager.preferred_sampling_params
     sampling = effective_sampling(request, preferred)
     if manager.server_args.attention_backend == "aspire":
         _check_token_ids(input_ids, request, manager.model_config.vocab_size)
-        _check_parameter_names(request.sampling_params or {})
         _check_stop_ids(sampling, manager.model_config.vocab_size)
         _check_top_logprobs(request, manager.model_config.vocab_size)
+        _check_listed_ids(request, manager.model_config.vocab_size)
         check_seed(sampling.get("sampling_seed"))
+        check_processor(getattr(request, "custom_logit_processor", None))
     if not is_aspire(manager.server_args):
         return
     check_custom_params(
         sampling.get("custom_params"),
         has_processor=bool(getattr(request, "custom_logit_processor", None)),
+        most=manager.server_args.speculative_num_steps,
     )
     found = unsupported_parameters(request, cpu_platform.is_active(), preferred)
     if found:

@@ -49,12 +49,13 @@ def draft_limit(custom_params: Any) -> int | None:
     raise ValueError(f"custom_params.{KEY} must be true, false or {{'{LIMIT}': N}}, not {wish!r}.")
 
 
-def check_custom_params(custom_params: Any, has_processor: bool) -> None:
+def check_custom_params(custom_params: Any, has_processor: bool, most: int) -> None:
     """Refuse what would have no effect.
 
     Args:
         custom_params: as the request gives it.
         has_processor: a custom logit processor reads entries of any name.
+        most: drafts before a verify that the server has room for.
 
     Raises:
         ValueError: not an object, an entry that nothing reads, or a bad entry ``aspire``.
@@ -71,4 +72,9 @@ def check_custom_params(custom_params: Any, has_processor: bool) -> None:
                 f"custom_params has no entry '{name}'; did you mean '{near[0]}'? Other entries "
                 "are read by custom logit processors only."
             )
-    draft_limit(custom_params)
+    limit = draft_limit(custom_params)
+    if limit is not None and limit > most:
+        raise ValueError(
+            f"custom_params.{KEY}.{LIMIT} is {limit}, but this server makes at most {most} drafts "
+            "before a verify."
+        )

@@ -15,6 +15,10 @@ import yaml
 from aspire_sglang.cli.server import Server, aspire_args, plain_args
 from bench.smollm2 import model_path
 from tests.server.client import Client
+from tests.server.tiny import write_tiny_model
+
+START_SECONDS = 900
+"""A server starts in half a minute, but not on two busy cores."""
 
 # SGLang's own checks: every busy step verifies that no KV slot is lost.
 CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
@@ -72,12 +76,18 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny-model"), model)
+
+
+@pytest.fixture(scope="session")
 def servers(model: Path, logs: Path, tokenizer: Any) -> Iterator[tuple[Client, Aspire]]:
     config = logs / "aspire.yaml"
     config.write_text("")
     args = plain_args(model, max_total_tokens=48000, max_running_requests=48, extra=COMMON)
-    plain = Server(args, log=logs / "plain.log", name="plain server", env=CHECKS)
-    aspire = Server(aspire_args(args, config), log=logs / "aspire.log", name="ASPIRE", env=CHECKS)
+    env: dict[str, Any] = {"env": CHECKS, "timeout_s": START_SECONDS}
+    plain = Server(args, log=logs / "plain.log", name="plain server", **env)
+    aspire = Server(aspire_args(args, config), log=logs / "aspire.log", name="ASPIRE", **env)
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         for server in (plain, aspire):
             stack.callback(server.stop)

@@ -138,3 +138,24 @@ def test_prompt_too_long(plain, aspire, length):
         assert found.status_code == 400
         assert "context length" in found.text
     assert aspire.generate(COUNT, max_new_tokens=4)["meta_info"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1, 20])
+def test_prompt_too_long_for_the_window(plain, aspire, beyond):
+    """B14: a clean 400 that names the limit."""
+    prompt = (aspire.ids(PROSE + " ") * 1100)[: 8192 + beyond]
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+    expected, found = plain.post(body), aspire.post(body)
+    assert found.status_code == expected.status_code == 400
+    assert "8192" in found.text
+
+
+def test_end_of_text_as_the_first_token(plain, aspire):
+    """B12: the prefill ends the request, so nothing is left to draft."""
+    aspire.configure(*ACCEPTING)
+    options = {"max_new_tokens": 12, "logit_bias": {str(aspire.tokenizer.eos_token_id): 100.0}}
+    expected, found = plain.generate(COUNT, **options), aspire.generate(COUNT, **options)
+    assert found["output_ids"] == expected["output_ids"] == [aspire.tokenizer.eos_token_id]
+    assert found["text"] == expected["text"]
+    assert found["meta_info"]["finish_reason"] == expected["meta_info"]["finish_reason"]
+    assert not found["meta_info"]["aspire"]["speculated"]

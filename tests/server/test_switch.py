@@ -19,7 +19,7 @@ def wish(value) -> dict:
 
 def test_each_request_of_a_batch_has_its_own_switch(plain, aspire):
     aspire.configure(DRAFTING)
-    wishes = [None, False, {"gamma_max": 2}, True, {"gamma_max": 0}, {"gamma_max": 99}]
+    wishes = [None, False, {"gamma_max": 2}, True, {"gamma_max": 0}, {"gamma_max": 16}]
     expected = plain.generate(PROSE, **OPTIONS)["output_ids"]
     with ThreadPoolExecutor(len(wishes)) as pool:
         jobs = [
@@ -30,7 +30,9 @@ def test_each_request_of_a_batch_has_its_own_switch(plain, aspire):
     assert [a["output_ids"] for a in answers] == [expected] * len(wishes)
     found = [a["meta_info"]["aspire"] for a in answers]
     assert [f["speculated"] for f in found] == [True, False, True, True, False, True]
-    assert [f["request_gamma_max"] for f in found] == [None, 0, 2, None, 0, 99]
+    off = "off by request"
+    assert [f["speculation"] for f in found] == ["on", off, "on", "on", off, "on"]
+    assert [f["request_gamma_max"] for f in found] == [None, 0, 2, None, 0, 16]
     longest = [max(map(int, f["draft_lengths"])) for f in found]
     # The policy of this test drafts five.
     assert longest == [5, 0, 2, 5, 0, 5]
@@ -57,6 +59,7 @@ def test_switch_through_the_openai_doors(aspire):
         ({"aspire": "off"}, ["custom_params.aspire", "off"]),
         ({"aspire": {"gama_max": 1}}, ["gama_max", "gamma_max"]),
         ({"aspire": {"gamma_max": -1}}, ["gamma_max", "-1"]),
+        ({"aspire": {"gamma_max": 17}}, ["gamma_max is 17", "at most 16 drafts"]),
         ({"asprie": False}, ["asprie", "'aspire'"]),
     ],
 )

@@ -3,6 +3,7 @@
 import argparse
 import json
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -58,13 +59,56 @@ def test_other_servers_are_left_alone():
     assert launch(speculative_algorithm=None, model_path="/no/such/model") == "started"
 
 
-def test_unknown_setting_on_the_command_line(capsys, monkeypatch):
-    parser = argparse.ArgumentParser()
-    arguments.add_cli_args(lambda parser: None, parser)
+def test_unknown_settings_and_bad_flags_are_reported_together(capsys):
     with pytest.raises(SystemExit) as ended:
-        parser.parse_args(["--aspire-config", "{gama_max: 1}"])
+        launch(aspire_config="{gama_max: 1, context: {ratio: 3}}", tp_size=2, enable_lora=True)
     assert ended.value.code == 2
-    assert "did you mean 'gamma_max'" in capsys.readouterr().err
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4
+    assert all(line.startswith("aspire-sglang: ") for line in lines)
+    for part in ("did you mean 'gamma_max'", "context.ratio", "--tp-size 2", "--enable-lora"):
+        assert any(part in line for line in lines)
+
+
+def test_a_bad_file_stops_a_plain_server_too(capsys):
+    assert "gama_max" in refused(
+        capsys, speculative_algorithm=None, aspire_config="{gama_max: 1}", tp_size=2
+    )
+
+
+@pytest.mark.parametrize("fault", [ValueError, AssertionError, NotImplementedError])
+def test_faults_that_sglang_finds_are_one_line_too(capsys, fault):
+    def resolve(cls, args):
+        raise fault("two\nlines")
+
+    args = {"speculative_algorithm": "ASPIRE", "model_path": "m", "log_level": "info"}
+    given = argparse.Namespace(**args, context_length=None, host=None, port=0)
+    with pytest.raises(SystemExit):
+        arguments.from_cli_args(resolve, object, given)
+    assert capsys.readouterr().err == "aspire-sglang: two lines\n"
+    # With a debug log, and for a server that does not speculate, the traceback stays.
+    for change in ({"log_level": "debug"}, {"speculative_algorithm": None}):
+        with pytest.raises(fault):
+            arguments.from_cli_args(
+                resolve, object, argparse.Namespace(**{**vars(given), **change})
+            )
+
+
+def test_a_misspelled_flag_is_one_line_with_the_nearest_name(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["serve", "--speculative-algorithm", "ASPIRE"])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--page-size", type=int)
+    arguments.add_cli_args(lambda parser: None, parser)
+    for given, named in (
+        (["--aspire-konfig", "f"], "--aspire-config"),
+        (["--page-size", "x"], "x"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args(given)
+        assert ended.value.code == 2
+        message = capsys.readouterr().err.strip()
+        assert "\n" not in message
+        assert named in message
 
 
 def test_valid_setting_reaches_the_worker_processes(monkeypatch):
@@ -77,50 +121,63 @@ def test_valid_setting_reaches_the_worker_processes(monkeypatch):
     assert load_config().gamma_max == 4
 
 
+def server_args(**changes):
+    given = {
+        "attention_backend": "aspire",
+        "device": "cuda",
+        "page_size": 16,
+        "speculative_num_steps": None,
+        "get_model_config": lambda: SimpleNamespace(
+            model_path="m", num_hidden_layers=30, hf_text_config=None
+        ),
+    }
+    return argparse.Namespace(**{**given, **changes})
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    from aspire_sglang.runtime import flag_checks
+
+    monkeypatch.setattr(flag_checks, "model_faults", lambda config, on_cpu: [])
+    monkeypatch.setenv("ASPIRE_CONFIG", "")
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"device": "xpu"}, "--device xpu"),
-        ({"enable_torch_compile": True}, "--enable-torch-compile"),
-        ({"disable_cuda_graph_padding": True}, "--disable-cuda-graph-padding"),
         ({"page_size": 32}, "--page-size 32"),
+        ({"attention_backend": "triton"}, "needs --attention-backend aspire"),
+        ({"attention_backend": None}, "needs --attention-backend aspire"),
+        ({"prefill_attention_backend": "fa3"}, "needs --attention-backend aspire"),
+        ({"speculative_eagle_topk": 2}, "--speculative-eagle-topk 2"),
+        ({"speculative_num_steps": 65}, "--speculative-num-steps 65"),
+        ({"speculative_num_steps": 4, "speculative_num_draft_tokens": 9}, "--speculative-num-dr"),
     ],
 )
-def test_what_a_gpu_does_not_support_is_named(monkeypatch, change, named):
+def test_an_engine_is_told_by_an_exception(on_gpu, change, named):
     from aspire_sglang.runtime import algorithm
 
-    monkeypatch.setenv("ASPIRE_CONFIG", "")
-    given = {"device": "cuda", "page_size": 16}
-    algorithm._refuse_unsupported_on_gpu(argparse.Namespace(**given))
+    algorithm._checked_config(server_args(), on_cpu=False)
     with pytest.raises(ValueError, match=f"^ASPIRE: {named}"):
-        algorithm._refuse_unsupported_on_gpu(argparse.Namespace(**{**given, **change}))
+        algorithm._checked_config(server_args(**change), on_cpu=False)
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("setting", "named"),
     [
-        ({"tp_size": 2}, "--tp-size 2"),
-        ({"pp_size": 2}, "--pp-size 2"),
-        ({"enable_lora": True}, "--enable-lora"),
-        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
-        ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode"),
-        ({"attention_backend": "triton"}, "needs --attention-backend aspire"),
-        ({"page_size": 16}, "--page-size 16"),
+        ("{context: {page_size: 48}}", "context.page_size 48"),
+        ("{context: {page_size: 8}}", "--page-size 16"),
+        (
+            "{context: {refresh_layer: 30}}",
+            "context.refresh_layer 30: the model has layers 0 to 29",
+        ),
+        ("{gama_max: 8}", "--aspire-config: unknown option"),
     ],
 )
-def test_what_no_machine_supports_is_named(monkeypatch, change, named):
+def test_settings_that_do_not_fit_are_found_at_start(on_gpu, monkeypatch, setting, named):
     from aspire_sglang.runtime import algorithm
 
-    monkeypatch.setattr(algorithm.cpu_platform, "is_active", lambda: True)
-    given = {
-        "attention_backend": "aspire",
-        "prefill_attention_backend": None,
-        "decode_attention_backend": None,
-        "page_size": 1,
-        "speculative_eagle_topk": None,
-        "speculative_num_steps": None,
-        "speculative_num_draft_tokens": None,
-    }
-    algorithm._refuse_unsupported(argparse.Namespace(**given))
+    monkeypatch.setenv("ASPIRE_CONFIG", setting)
     with pytest.raises(ValueError, match=f"^ASPIRE: {named}"):
-        algorithm._refuse_unsupported(argparse.Namespace(**{**given, **change}))
+        algorithm._checked_config(server_args(), on_cpu=False)

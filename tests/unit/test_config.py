@@ -41,8 +41,10 @@ def test_there_are_shipped_files():
     ("text", "parts"),
     [
         ("{gama_max: 8}", ["unknown option 'gama_max'", "did you mean 'gamma_max'"]),
-        ("{context: {budjet: 1}}", ["unknown option 'context.budjet'", "did you mean"]),
-        ("{scheduler: {acceptance: {king: ema}}}", ["did you mean 'kind'"]),
+        ("{context: {budjet: 1}}", ["unknown option 'context.budjet'", "did you mean 'context."]),
+        ("{min_pages: 40}", ["unknown option 'min_pages'", "did you mean 'context.min_pages'"]),
+        ("{scheduler: {ratio: 1}}", ["'scheduler.ratio'", "did you mean 'context.ratio'"]),
+        ("{scheduler: {acceptance: {king: ema}}}", ["did you mean 'scheduler.acceptance.kind'"]),
         ("{gamma_max: 0}", ["option 'gamma_max'", "got 0"]),
         ("{gamma_max: many}", ["option 'gamma_max'", "'many'"]),
         ("{context: {ratio: 1.5}}", ["option 'context.ratio'"]),
@@ -58,6 +60,16 @@ def test_faults_are_one_sentence_that_names_the_option(text, parts):
     message = str(fault.value)
     assert "\n" not in message
     assert all(part in message for part in parts)
+
+
+def test_all_faults_are_reported_at_once():
+    with pytest.raises(ConfigError) as found:
+        load_config("{gama_max: 8, context: {ratio: 2, budget: 1}, scheduler: {first_draft: 0}}")
+    faults = found.value.faults
+    assert len(faults) == 4
+    for option in ("'gama_max'", "'context.ratio'", "'context.budget'", "'scheduler.first_draft'"):
+        assert sum(option in fault.split(";")[0] for fault in faults) == 1
+    assert all(fault.startswith("--aspire-config: ") for fault in faults)
 
 
 def test_a_list_is_not_a_configuration(tmp_path):

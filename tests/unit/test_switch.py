@@ -22,10 +22,11 @@ from aspire_sglang.runtime.worker import AspireWorker
         ({"aspire": False}, 0),
         ({"aspire": {"gamma_max": 0}}, 0),
         ({"aspire": {"gamma_max": 4}}, 4),
+        ({"aspire": {"gamma_max": 16}}, 16),
     ],
 )
 def test_limit(wish, limit):
-    check_custom_params(wish, has_processor=False)
+    check_custom_params(wish, has_processor=False, most=16)
     assert draft_limit(wish) == limit
 
 
@@ -42,19 +43,20 @@ def test_limit(wish, limit):
         ({"aspire": {"gamma_max": 2.0}}, ["gamma_max", "2.0"]),
         ({"aspire": {"gamma_max": True}}, ["gamma_max", "True"]),
         ({"aspire": {"gamma_max": "4"}}, ["gamma_max", "'4'"]),
+        ({"aspire": {"gamma_max": 17}}, ["gamma_max is 17", "at most 16"]),
     ],
 )
 def test_bad_switch_is_refused_with_the_valid_name(wish, names):
     with pytest.raises(ValueError, match="custom_params") as refused:
-        check_custom_params(wish, has_processor=False)
+        check_custom_params(wish, has_processor=False, most=16)
     assert [name for name in names if name not in str(refused.value)] == []
 
 
 def test_entries_of_logit_processors_and_of_sglang_pass():
-    check_custom_params({"anything": 1}, has_processor=True)
-    check_custom_params({"thinking_budget": 1}, has_processor=False)
+    check_custom_params({"anything": 1}, has_processor=True, most=16)
+    check_custom_params({"thinking_budget": 1}, has_processor=False, most=16)
     with pytest.raises(ValueError, match="off"):
-        check_custom_params({"aspire": "off", "anything": 1}, has_processor=True)
+        check_custom_params({"aspire": "off", "anything": 1}, has_processor=True, most=16)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,101 @@
+"""Write docs/combinations.md from the code: ``python bench/combinations.py``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from aspire_sglang.runtime.combinations import (
+    FLAGS,
+    REQUESTS,
+    Combination,
+    Refused,
+    Untested,
+    Verdict,
+    Works,
+)
+from aspire_sglang.runtime.model_limits import MODEL_LIMITS, ModelLimit
+from aspire_sglang.runtime.requests import UNSUPPORTED_FIELDS, refused_sampling_and_fields
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "combinations.md"
+
+INTRODUCTION = """\
+# What ASPIRE works with
+
+Written by `python bench/combinations.py` from the tables that start-up and requests are checked
+against. "Works" names a test that would fail otherwise. "Refused" at start means one line per fault
+on the terminal, all at once, and exit status 2; a refused request gets status 400 with the
+parameter's name. SGLang 0.5.17 has more flags: those that are not listed do not touch speculation,
+and a test keeps the list complete."""
+
+DENSE = "tests/server/test_exactness.py::test_greedy_40_prompts"
+GPU_DENSE = "tests/gpu/test_engine.py::test_stock_finds_every_text_greedy"
+GPU_SAMPLING = "tests/gpu/test_engine.py::test_samples_follow_the_target"
+
+
+def document() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for area, rows in groupby(FLAGS, key=lambda row: row.area):
+        parts += [f"## {area}", _table(("feature", "flags", "CPU", "GPU"), map(_flag_row, rows))]
+    parts += ["## Models", _table(("model", "CPU", "GPU"), _model_rows())]
+    parts += ["## Requests", _table(("feature", "parameters", "CPU", "GPU"), _request_rows())]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _flag_row(row: Combination) -> Sequence[str]:
+    flags = ", ".join(f"`--{flag.replace('_', '-')}`" for flag in row.flags)
+    return row.feature, flags or "default", _shown(row.on_cpu), _shown(row.on_gpu)
+
+
+def _shown(verdict: Verdict) -> str:
+    match verdict:
+        case Works(test):
+            return f"works (`{test}`)"
+        case Refused(reason, allowed):
+            values = ", ".join(f"`{value}`" for value in allowed)
+            return f"refused: {reason}" + (f" (allowed: {values})" if values else "")
+        case Untested():
+            return "not tested"
+
+
+def _model_rows() -> Iterable[Sequence[str]]:
+    yield (
+        "dense decoders with full attention (Llama, SmolLM2)",
+        f"works (`{DENSE}`)",
+        f"works (`{GPU_DENSE}`)",
+    )
+    for limit in MODEL_LIMITS:
+        yield limit.feature, _limit(limit, limit.on_cpu), _limit(limit, limit.on_gpu)
+
+
+def _limit(limit: ModelLimit, refused: bool) -> str:
+    return f"refused: {limit.reason}" if refused else "not tested"
+
+
+def _request_rows() -> Iterable[Sequence[str]]:
+    refused_on_gpu = refused_sampling_and_fields()
+    for row in REQUESTS:
+        on_gpu = "refused" if set(row.names) & refused_on_gpu else "not tested"
+        if "temperature" in row.names:
+            on_gpu = f"works (`{GPU_SAMPLING}`)"
+        yield row.feature, _code(row.names), f"works (`{row.test}`)", on_gpu
+    yield "what speculation cannot give", _code(UNSUPPORTED_FIELDS), "refused", "refused"
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    DOCUMENT.parent.mkdir(exist_ok=True)
+    DOCUMENT.write_text(document())
