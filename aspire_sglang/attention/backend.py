@@ -18,6 +18,7 @@ from aspire_sglang.context.selection import SelectionConfig
 from aspire_sglang.context.sparse import RefreshConfig, SparseContext
 from aspire_sglang.runtime.arguments import is_aspire
 from aspire_sglang.runtime.model_limits import model_faults
+from aspire_sglang.runtime.ranks import Ranks
 
 NAME = "aspire"
 
@@ -38,6 +39,7 @@ class AspireAttentionBackend(AttentionBackend):
             ),
             req_to_token=model_runner.req_to_token_pool.req_to_token,
             pool=self._pool,
+            ranks=Ranks.of_model(),
         )
         if is_aspire(model_runner.server_args):
             self.configure_context(load_config().context)

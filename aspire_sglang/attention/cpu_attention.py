@@ -155,6 +155,27 @@ class CpuAttention:
         run_on_all_threads(cpu_votes.score_pages.address, count.ctypes.data)
         return scores
 
+    def token_scores(self, plan: RowsPlan, reduction: str = "max") -> Tensor:
+        """Scores of the voting queries' tokens over the heads of this pool alone, for ranks that
+        hold a share of the heads each; from the last :meth:`attend` of this plan.
+
+        Args:
+            reduction: of the heads' softmax probabilities, ``"max"``; otherwise their sum.
+
+        Returns:
+            float32 ``[voters, width]``, row after row; 0 behind a row's keys.
+        """
+        scores = torch.zeros(plan.votes.shape[0], plan.votes.shape[2])
+        vote = 0
+        for row, start in zip(plan.rows, plan.starts, strict=True):
+            length = row.length
+            for voter in row.voters:
+                logits = plan.votes[vote, :, :length]
+                shares = torch.exp2(logits - self._lse[start + voter].unsqueeze(1))
+                scores[vote, :length] = shares.amax(0) if reduction == "max" else shares.sum(0)
+                vote += 1
+        return scores
+
     def _run(self, kernel: object) -> None:
         self._counters[:] = 0
         run_on_all_threads(kernel.address, self._job.ctypes.data)  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from aspire_sglang.attention.cpu_lists import draft_slots
 from aspire_sglang.attention.cpu_plan import Row, RowsPlan
 from aspire_sglang.attention.rows import ForwardRows
 from aspire_sglang.context.sparse import SparseContext
+from aspire_sglang.runtime.ranks import Ranks
 
 
 class CpuMixedAttention:
@@ -27,14 +28,20 @@ class CpuMixedAttention:
         num_heads: query heads.
         req_to_token: int32 ``[num_slots, width]`` KV slot of each position of each request.
         pool: KV pool with ``head_major(layer_id)``.
+        ranks: those that hold the other heads. All heads vote, so that every rank chooses the pages
+            that one rank with all heads would choose.
 
     Attributes:
         context: sparse contexts, or None where no row ever drafts.
     """
 
-    def __init__(self, *, num_heads: int, req_to_token: Tensor, pool: Any) -> None:
+    def __init__(
+        self, *, num_heads: int, req_to_token: Tensor, pool: Any, ranks: Ranks | None = None
+    ) -> None:
         self._table = req_to_token
         self._pool = pool
+        self._ranks = ranks or Ranks()
+        self._num_heads = num_heads * self._ranks.size
         self.context: SparseContext | None = None
         keys, _ = pool.head_major(pool.start_layer)
         kv_heads, num_slots, dim = keys.shape
@@ -135,8 +142,7 @@ class CpuMixedAttention:
     def _vote(self, layer: int, plan: RowsPlan, voters: list[int]) -> None:
         context = self.context
         assert context is not None
-        selection = context.selection
-        scores = self._attention.page_scores(plan, selection.page_size, selection.reduction)
+        scores = self._page_scores(plan)
         slots = torch.tensor([self._rows.slots[row] for row in voters])
         lens = torch.tensor([self._rows.context_lens[row] for row in voters])
         if context.shares_votes(layer):
@@ -149,6 +155,40 @@ class CpuMixedAttention:
             if layer == context.last_layer:
                 own = torch.stack(self._own_scores, dim=1)
                 context.layer_lists.set_own(slots[full], own, lens[full])
+
+    def _page_scores(self, plan: RowsPlan) -> list[Tensor]:
+        """Scores of the voting rows' pages over the heads of all ranks."""
+        assert self.context is not None
+        selection = self.context.selection
+        if self._ranks.alone:
+            return self._attention.page_scores(plan, selection.page_size, selection.reduction)
+        # A page's score is a sum over its tokens of what all heads say, so tokens are agreed on.
+        tokens = self._attention.token_scores(plan, selection.reduction)
+        tokens = self._ranks.votes(tokens, selection.reduction)
+        if selection.reduction == "mean":
+            tokens /= self._num_heads
+        return page_sums(tokens, plan, selection.page_size)
+
+
+def page_sums(token_scores: Tensor, plan: RowsPlan, page_size: int) -> list[Tensor]:
+    """Page scores of the voting rows from the token scores of their voters.
+
+    Args:
+        token_scores: ``[voters, width]``, 0 behind a row's keys.
+
+    Returns:
+        Per row with voters ``[ceil(L / page_size)]``.
+    """
+    width = token_scores.shape[1]
+    padded = torch.nn.functional.pad(token_scores, (0, -width % page_size))
+    pages = padded.view(len(padded), -1, page_size).sum(-1)
+    scores, vote = [], 0
+    for row in plan.rows:
+        if voters := len(row.voters):
+            count = -(-row.length // page_size)
+            scores.append(pages[vote : vote + voters, :count].mean(0))
+            vote += voters
+    return scores
 
 
 def _padded(scores: list[Tensor]) -> Tensor:

@@ -24,6 +24,8 @@ def activate() -> str | None:
     # library, so it must be in the environment before they start.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    # After a crash SGLang waits a minute for CUDA core dumps before it ends the other processes.
+    os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
     return "aspire_sglang.cpu_platform.platform.TorchCpuPlatform"
 
 

@@ -67,6 +67,8 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namesp
     if speculative:
         faults += flag_faults(args, cpu_platform.is_active())
         faults += filter(None, (_missing_model(args), _context_too_long(args), _port_in_use(args)))
+    if getattr(args, "attention_backend", None) == "aspire" and cpu_platform.is_active():
+        faults += filter(None, (_heads_do_not_divide(args),))
     if faults:
         stop(*faults)
     try:
@@ -100,13 +102,29 @@ def _missing_model(args: argparse.Namespace) -> str | None:
 
 def _context_too_long(args: argparse.Namespace) -> str | None:
     wanted = args.context_length
-    config = Path(args.model_path).expanduser() / "config.json"
-    if wanted is None or not config.is_file():
-        return None
-    limit = json.loads(config.read_text()).get("max_position_embeddings")
-    if limit is not None and wanted > limit:
+    limit = _model_config(args).get("max_position_embeddings")
+    if wanted is not None and limit is not None and wanted > limit:
         return f"--context-length {wanted}: the model holds at most {limit} positions."
     return None
+
+
+def _heads_do_not_divide(args: argparse.Namespace) -> str | None:
+    config = _model_config(args)
+    queries: int = config.get("num_attention_heads") or args.tp_size
+    keys: int = config.get("num_key_value_heads") or queries
+    if queries % args.tp_size == 0 and keys % args.tp_size == 0:
+        return None
+    sizes = [str(n) for n in range(1, keys + 1) if keys % n == 0 and queries % n == 0]
+    return (
+        f"--tp-size {args.tp_size}: the model's {queries} query heads and {keys} KV heads cannot "
+        f"be shared out equally; choose {' or '.join(sizes)}."
+    )
+
+
+def _model_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The model's ``config.json``, empty where the model is not a local folder."""
+    file = Path(args.model_path).expanduser() / "config.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def _port_in_use(args: argparse.Namespace) -> str | None:

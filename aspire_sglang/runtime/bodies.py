@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
+import numpy as np
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -32,6 +33,13 @@ _INT32, _INT64 = 2**31, 2**63
 # Processors and seeds have checks of their own.
 _ANY_SIZE = {"custom_params", "sampling_seed"}
 _MOST_BIAS = 1e30
+_ONE_VALUE = {
+    "return_logprob": bool,
+    "logprob_start_len": int,
+    "top_logprobs_num": int,
+    "custom_logit_processor": str,
+    "lora_path": str,
+}
 # xgrammar's compiler crashes at the end of a C string within one.
 _GRAMMARS = {"json_schema", "regex", "ebnf", "structural_tag"}
 
@@ -89,6 +97,8 @@ def _check_value(name: str, value: Any) -> None:
         raise ValueError(f"sampling parameter '{name}': {fault}.") from None
     if name in _ANY_SIZE:
         return
+    if _TYPES[name] is float:
+        _check_float32(name, value)
     if name in _GRAMMARS and "\x00" in value:
         raise ValueError(f"sampling parameter '{name}' must not hold a NUL character.")
     if name == "stop_regex":
@@ -99,6 +109,29 @@ def _check_value(name: str, value: Any) -> None:
             raise ValueError(f"sampling parameter '{name}': {number} is too large.")
     if name == "logit_bias" and any(not abs(bias) <= _MOST_BIAS for bias in value.values()):
         raise ValueError(f"sampling parameter '{name}': a bias is too large.")
+
+
+def _check_float32(name: str, value: float) -> None:
+    # The tensors that take it are float32: infinity and an exact zero mean something else there.
+    with np.errstate(over="ignore", under="ignore"):
+        stored = np.float32(value)
+    if not np.isfinite(stored) or (stored == 0) != (value == 0):
+        raise ValueError(f"sampling parameter '{name}': {value} does not fit into a float32.")
+
+
+def check_single(request: Any) -> None:
+    """Refuse a list where one prompt has one value, which SGLang hands on as it is.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    for name, kind in _ONE_VALUE.items():
+        value = getattr(request, name, None)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{name} must be of type {kind.__name__}, not {value!r}.")
+    listed = getattr(request, "token_ids_logprob", None)
+    if listed is not None and not all(isinstance(token, int) for token in listed):
+        raise ValueError(f"token_ids_logprob must be a list of token ids, not {listed!r}.")
 
 
 def _check_patterns(value: str | list[str]) -> None:

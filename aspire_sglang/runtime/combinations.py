@@ -85,7 +85,12 @@ _REPLICAS = "tests/server/test_flags.py::test_two_replicas"
 _GPU_ENGINE = "tests/gpu/test_engine.py::test_steps_ran_as_asked"
 
 FLAGS = (
-    _parallel.refused("tensor parallelism", "tp_size"),
+    _parallel.row(
+        "tensor parallelism",
+        "tp_size",
+        Works("tests/server/test_tensor_parallel.py::test_greedy_texts_are_the_models_own"),
+        Refused("tensor parallelism is not supported on GPUs"),
+    ),
     _parallel.refused("pipeline parallelism", "pp_size"),
     _parallel.works("data parallelism (replicas)", "dp_size load_balance_method", _REPLICAS),
     _parallel.refused("DP attention", "enable_dp_attention enable_dp_lm_head"),

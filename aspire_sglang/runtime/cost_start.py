@@ -23,6 +23,7 @@ from aspire_sglang import __version__
 from aspire_sglang.runtime.cost import RunningCost
 from aspire_sglang.runtime.profile import profile_steps
 from aspire_sglang.speculation.cost_file import CostKey, load_cost_model, save_cost_model
+from aspire_sglang.speculation.cost_model import CostModel
 
 logger = logging.getLogger(__name__)
 
@@ -41,19 +42,28 @@ def start_up_cost(worker: Any) -> RunningCost:
     if path is None and str(worker.model_runner.device).startswith("cuda"):
         path = _cached(key)
     if path is not None:
-        try:
-            return RunningCost.stored(load_cost_model(path, key), str(path))
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError) as fault:
-            logger.warning("ASPIRE: %s; measuring again", fault)
+        # One rank looks: a file that appears between two looks would part the ranks.
+        kept = worker.ranks.from_first(lambda: _kept(path, key))
+        if kept is not None:
+            return RunningCost.stored(kept, str(path))
     cost = RunningCost.profiled(lambda: profile_steps(worker))
-    if cost.fitted is not None and path is not None:
+    if cost.fitted is not None and path is not None and worker.ranks.rank == 0:
         try:
             save_cost_model(path, key, cost.fitted)
         except OSError as fault:
             logger.warning("ASPIRE: the step costs cannot be kept in %s: %s", path, fault)
     return cost
+
+
+def _kept(path: Path, key: CostKey) -> CostModel | None:
+    """The fit of an earlier start with this key, None where there is none."""
+    try:
+        return load_cost_model(path, key)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as fault:
+        logger.warning("ASPIRE: %s; measuring again", fault)
+        return None
 
 
 def cost_key(worker: Any) -> CostKey:

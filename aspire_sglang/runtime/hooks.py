@@ -15,7 +15,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from aspire_sglang import cpu_platform
-from aspire_sglang.cpu_platform import substitutes, weights
+from aspire_sglang.cpu_platform import cores, parallel, substitutes, weights
 from aspire_sglang.runtime import (
     arguments,
     bodies,
@@ -218,6 +218,42 @@ HOOKS = (
         seeds.sample_seeded,
         "SGLang ignores seeds otherwise, and its seeded sampler is a Triton kernel; prefill and "
         "plain decoding must draw a seeded token as speculation does",
+        cpu_only=True,
+    ),
+    Hook(
+        "utils.numa_utils.init_threads_binding",
+        HookType.REPLACE,
+        cores.cores_of_rank,
+        "SGLang refuses more tensor-parallel ranks than NUMA nodes",
+        cpu_only=True,
+    ),
+    Hook(
+        "distributed.bootstrap._init_cpu_threads_env",
+        HookType.REPLACE,
+        cores.use_cores,
+        "threads are shared out with kernels of SGLang's own CPU engine; without them each rank "
+        "would run a thread per core of the machine",
+        cpu_only=True,
+    ),
+    Hook(
+        "distributed.parallel_state.init_model_parallel_group",
+        HookType.AROUND,
+        parallel.model_parallel_group,
+        "SGLang gives every group of several ranks a communicator for CUDA devices",
+        cpu_only=True,
+    ),
+    Hook(
+        "layers.vocab_parallel_embedding.get_masked_input_and_mask",
+        HookType.REPLACE,
+        parallel.masked_input_and_mask,
+        "a torch.compile function: it needs a C++ compiler, and the first request waits for it",
+        cpu_only=True,
+    ),
+    Hook(
+        "utils.common.get_available_gpu_memory",
+        HookType.AROUND,
+        cores.available_memory,
+        "each rank would size its KV pool for the whole memory of its NUMA node",
         cpu_only=True,
     ),
     Hook(

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.managers.io_struct import GenerateReqInput
+
 from aspire_sglang import cpu_platform
 from aspire_sglang.runtime.arguments import is_aspire
-from aspire_sglang.runtime.bodies import check_processor
+from aspire_sglang.runtime.bodies import check_processor, check_single
 from aspire_sglang.runtime.seeds import check_seed
 from aspire_sglang.runtime.switch import check_custom_params
 
@@ -149,10 +151,13 @@ def validate_request(
         ValueError: the prompt is empty or holds a token id that does not exist, or the request's
             own switch for speculation is not valid.
     """
+    ours = manager.server_args.attention_backend == "aspire"
+    if ours and isinstance(request, GenerateReqInput):
+        check_single(request)
     original(manager, request, input_ids)
     preferred = manager.preferred_sampling_params
     sampling = effective_sampling(request, preferred)
-    if manager.server_args.attention_backend == "aspire":
+    if ours:
         _check_token_ids(input_ids, request, manager.model_config.vocab_size)
         _check_stop_ids(sampling, manager.model_config.vocab_size)
         _check_top_logprobs(request, manager.model_config.vocab_size)

@@ -44,6 +44,7 @@ class Telemetry:
         self.totals: Counter[str] = Counter()
         self.draft_lengths: Counter[int] = Counter()
         self.cost: Callable[[], dict[str, float]] = dict
+        self.ranks: Callable[[], dict[str, int]] = dict
 
     def step(
         self,
@@ -91,6 +92,7 @@ class Telemetry:
             "mixed_step_fraction": self.totals["mixed_steps"] / steps if steps else 0.0,
             "draft_lengths": {str(n): c for n, c in sorted(self.draft_lengths.items())},
             "cost_model": self.cost(),
+            "ranks": self.ranks(),
             "settings": self.config.model_dump(),
             "requests": {rid: stats.summary() for rid, stats in self._requests.items()},
         }

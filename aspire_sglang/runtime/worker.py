@@ -17,6 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from aspire_sglang.config import AspireConfig, ConfigError, describe, load_config
+from aspire_sglang.runtime.agreement import agree_on_outcome
 from aspire_sglang.runtime.batching import StepPlan, build_plan
 from aspire_sglang.runtime.cost_start import start_up_cost
 from aspire_sglang.runtime.draft_state import DraftState, SlotState
@@ -27,8 +28,10 @@ from aspire_sglang.runtime.logit_rules import apply_logit_rules, restore_penalti
 from aspire_sglang.runtime.logprobs import report_logprobs
 from aspire_sglang.runtime.modes import ModeScheduler
 from aspire_sglang.runtime.profile import host_step
+from aspire_sglang.runtime.rank_check import RankCheck, check_wanted
+from aspire_sglang.runtime.ranks import Ranks
 from aspire_sglang.runtime.results import VERIFIED_ROWS
-from aspire_sglang.runtime.sampler import StepSampler
+from aspire_sglang.runtime.sampler import Accepted, StepSampler
 from aspire_sglang.runtime.seeds import seeds_of
 from aspire_sglang.runtime.spec_inputs import MixedForwardInput, NextStepInput
 from aspire_sglang.runtime.switch import draft_limit
@@ -39,6 +42,25 @@ from aspire_sglang.speculation.cost_model import StepShape
 from aspire_sglang.speculation.predictor import AcceptancePredictor
 
 logger = logging.getLogger(__name__)
+
+
+def check_for_ranks(config: AspireConfig, ranks: Ranks) -> None:
+    """Refuse what several ranks are not made to agree on.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    shared = ("refresh", "last_verify", "window")
+    if not ranks.alone and config.context.selection not in shared:
+        raise ConfigError(
+            f"context.selection {config.context.selection} runs without tensor parallelism only: "
+            f"with --tp-size use {', '.join(shared)}"
+        )
+    if not ranks.alone and config.scheduler.predictor == "regression":
+        raise ConfigError(
+            "scheduler.predictor regression runs without tensor parallelism only: with --tp-size "
+            "use bins"
+        )
 
 
 class AspireWorker(BaseSpecWorker):
@@ -57,8 +79,12 @@ class AspireWorker(BaseSpecWorker):
         self.speculative_num_steps: int = server_args.speculative_num_steps
         self.speculative_num_draft_tokens = self.speculative_num_steps + 1
         self.context_len: int = target_worker.model_runner.model_config.context_len
+        self.ranks = Ranks.of_model()
+        self.rank_check = RankCheck(self.ranks) if check_wanted() else None
         self.config = self._effective(load_config())
+        check_for_ranks(self.config, self.ranks)
         self.telemetry = Telemetry(self.config)
+        self.telemetry.ranks = self._describe_ranks
         logger.info("ASPIRE: %s", describe(self.config))
 
     @property
@@ -126,6 +152,12 @@ class AspireWorker(BaseSpecWorker):
         self.telemetry.config = self.config
         logger.info("ASPIRE: sparse context: %s", context.describe())
 
+    def _describe_ranks(self) -> dict[str, int]:
+        described = {"tp_size": self.ranks.size}
+        if self.rank_check is not None:
+            described["checked_steps"] = self.rank_check.steps
+        return described
+
     def _new_estimator(self) -> AcceptanceEstimator:
         settings = self.config.scheduler.acceptance
         prior = {"ema": "start", "beta": "prior_rate"}[settings.kind]
@@ -137,7 +169,8 @@ class AspireWorker(BaseSpecWorker):
         Raises:
             ConfigError: the file is not valid, or asks for what needs a restart.
         """
-        config = load_config()
+        config = self.ranks.from_first(load_config)
+        check_for_ranks(config, self.ranks)
         if config.gamma_max > self.speculative_num_steps:
             raise ConfigError(
                 f"gamma_max {config.gamma_max} needs a restart: this server holds at most "
@@ -167,6 +200,7 @@ class AspireWorker(BaseSpecWorker):
                 self.telemetry.started(req.rid)
         restore_penalties(batch.reqs, batch.sampling_info)
         result = self.target_worker.forward_batch_generation(batch)
+        result.next_token_ids = self.ranks.first(result.next_token_ids)
         result.new_seq_lens = batch.seq_lens.clone()
         result.next_draft_input = NextStepInput(bonus_tokens=result.next_token_ids)
         result.speculative_num_draft_tokens = self.speculative_num_draft_tokens
@@ -191,16 +225,22 @@ class AspireWorker(BaseSpecWorker):
             draft_tokens=self.state.tokens,
             req_to_token=self.req_to_token_pool.req_to_token,
         )
+        context = self.model_runner.attn_backend.context
+        if self.rank_check is not None and context.layer_lists is None:
+            self.rank_check.compare(plan, context.lists, tuple(self.cost.model.coefficients))
         bonus = batch.spec_info.bonus_tokens
         forward = self._forward(batch, plan)
-        result = self._settle(batch, plan, states, bonus, forward)
-        seconds = time.perf_counter() - start
+        outcome = self._sample(batch, plan, states, forward)
+        outcome, seconds = agree_on_outcome(
+            self.ranks, plan, self.state, states, outcome, time.perf_counter() - start
+        )
         self.cost.observe(plan.shape(draft_kv), seconds)
+        result = self._settle(batch, plan, states, bonus, forward, outcome)
         self.telemetry.step(
             drafts=len(plan.draft_rows),
             verifies=len(plan.verify_rows),
             tokens=plan.num_tokens,
-            seconds=seconds,
+            seconds=time.perf_counter() - start,
         )
         return result
 
@@ -221,6 +261,19 @@ class AspireWorker(BaseSpecWorker):
             None, forward_batch=forward_batch, is_verify=True
         )
 
+    def _sample(
+        self,
+        batch: Any,
+        plan: StepPlan,
+        states: list[SlotState],
+        forward: GenerationBatchResult,
+    ) -> Accepted:
+        """Sample drafts and accept runs."""
+        logits = forward.logits_output.next_token_logits[: plan.num_tokens]
+        apply_logit_rules(plan, batch.reqs, self.state.tokens, logits, batch.sampling_info)
+        seeds = seeds_of(batch.reqs)
+        return self.sampler.step(plan, states, logits, batch.sampling_info, seeds)
+
     def _settle(
         self,
         batch: Any,
@@ -228,12 +281,10 @@ class AspireWorker(BaseSpecWorker):
         states: list[SlotState],
         bonus: torch.Tensor,
         forward: GenerationBatchResult,
+        outcome: Accepted,
     ) -> GenerationBatchResult:
-        """Sample drafts, accept runs, and describe the outcome to SGLang."""
+        """Book the accepted runs, and describe the outcome to SGLang."""
         logits = forward.logits_output.next_token_logits[: plan.num_tokens]
-        apply_logit_rules(plan, batch.reqs, self.state.tokens, logits, batch.sampling_info)
-        seeds = seeds_of(batch.reqs)
-        outcome = self.sampler.step(plan, states, logits, batch.sampling_info, seeds)
         rows = plan.verify_rows
         if batch.return_logprob:
             report_logprobs(

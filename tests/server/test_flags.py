@@ -33,6 +33,8 @@ MOST_RUNNING = 4
 INTERVAL = 3
 
 MANY = (
+    # SGLang sets memory aside for the largest prefill, which now has no limit of its own.
+    "--mem-fraction-static=0.5",
     "--disable-radix-cache",
     "--scheduler-recv-interval=3",
     "--enable-tokenizer-batch-encode",

@@ -20,7 +20,7 @@ SHORT_PROFILE = settings(
     phases=[Phase.generate],
 )  # fmt: skip
 LONG_PROFILE = settings(
-    max_examples=3000, deadline=None, suppress_health_check=QUIET, print_blob=True, database=None
+    max_examples=1500, deadline=None, suppress_health_check=QUIET, print_blob=True, database=None
 )
 
 LIMIT = {"max_new_tokens": 4}

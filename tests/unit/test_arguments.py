@@ -14,6 +14,8 @@ def launch(**changes):
     given = {
         "speculative_algorithm": "aspire",
         "model_path": "org/model",
+        "attention_backend": "aspire",
+        "tp_size": 1,
         "context_length": None,
         "host": "127.0.0.1",
         "port": 0,
@@ -47,6 +49,18 @@ def test_context_longer_than_the_model(capsys, tmp_path):
     assert launch(model_path=str(tmp_path), context_length=8192) == "started"
 
 
+def test_ranks_that_cannot_share_the_heads(capsys, tmp_path):
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
+    (tmp_path / "config.json").write_text(json.dumps(heads))
+    for algorithm in ("aspire", None):
+        given = {"model_path": str(tmp_path), "speculative_algorithm": algorithm}
+        message = refused(capsys, tp_size=2, **given)
+        assert message.startswith("aspire-sglang: --tp-size 2: ")
+        assert "9 query heads and 3 KV heads" in message
+        assert message.endswith("choose 1 or 3.")
+        assert launch(tp_size=3, **given) == "started"
+
+
 def test_port_in_use(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -56,17 +70,18 @@ def test_port_in_use(capsys):
 
 
 def test_other_servers_are_left_alone():
-    assert launch(speculative_algorithm=None, model_path="/no/such/model") == "started"
+    others = {"speculative_algorithm": None, "attention_backend": "triton"}
+    assert launch(**others, model_path="/no/such/model") == "started"
 
 
 def test_unknown_settings_and_bad_flags_are_reported_together(capsys):
     with pytest.raises(SystemExit) as ended:
-        launch(aspire_config="{gama_max: 1, context: {ratio: 3}}", tp_size=2, enable_lora=True)
+        launch(aspire_config="{gama_max: 1, context: {ratio: 3}}", pp_size=2, enable_lora=True)
     assert ended.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 4
     assert all(line.startswith("aspire-sglang: ") for line in lines)
-    for part in ("did you mean 'gamma_max'", "context.ratio", "--tp-size 2", "--enable-lora"):
+    for part in ("did you mean 'gamma_max'", "context.ratio", "--pp-size 2", "--enable-lora"):
         assert any(part in line for line in lines)
 
 
@@ -146,6 +161,7 @@ def on_gpu(monkeypatch):
     ("change", "named"),
     [
         ({"device": "xpu"}, "--device xpu"),
+        ({"tp_size": 2}, "--tp-size 2: tensor parallelism is not supported on GPUs"),
         ({"page_size": 32}, "--page-size 32"),
         ({"attention_backend": "triton"}, "needs --attention-backend aspire"),
         ({"attention_backend": None}, "needs --attention-backend aspire"),

@@ -12,6 +12,7 @@ from aspire_sglang.runtime.bodies import (
     check_body,
     check_processor,
     check_sampling_params,
+    check_single,
 )
 
 
@@ -45,6 +46,9 @@ def test_what_sglang_understands_passes(params):
         ({"top_k": 2**31}, ["'top_k'"]),
         ({"max_new_tokens": 2**63}, ["'max_new_tokens'"]),
         ({"stop_token_ids": [2**63]}, ["'stop_token_ids'"]),
+        ({"temperature": 1e308}, ["'temperature'", "1e+308", "float32"]),
+        ({"top_p": 1e-320}, ["'top_p'", "float32"]),
+        ({"repetition_penalty": 1e-50}, ["'repetition_penalty'", "float32"]),
         ({"stop_regex": "["}, ["stop_regex", "'['"]),
         ({"regex": "a\x00"}, ["'regex'", "NUL"]),
         ({"n": 0}, ["n must be"]),
@@ -124,3 +128,21 @@ def test_only_faults_of_parsing_are_answered():
     assert "/v1/chat/completions" in reply.body.decode()
     with pytest.raises(TypeError, match="server"):
         answered(route)
+
+
+@pytest.mark.parametrize(
+    ("field", "refused"),
+    [
+        ({"top_logprobs_num": [1]}, True),
+        ({"logprob_start_len": [0]}, True),
+        ({"token_ids_logprob": [[1]]}, True),
+        ({"custom_logit_processor": ["a"]}, True),
+        ({"return_logprob": True, "top_logprobs_num": 1, "token_ids_logprob": [1]}, False),
+        ({}, False),
+    ],
+)
+def test_one_prompt_takes_one_value(field, refused):
+    if not refused:
+        return check_single(SimpleNamespace(**field))
+    with pytest.raises(ValueError, match=next(iter(field))):
+        check_single(SimpleNamespace(**field))

@@ -80,7 +80,7 @@ def test_the_defaults_and_allowed_values_pass(on_cpu):
 
 
 def test_all_faults_are_reported_at_once():
-    args = {**DEFAULTS, "tp_size": 2, "enable_lora": True, "page_size": 16, "is_embedding": True}
+    args = {**DEFAULTS, "pp_size": 2, "enable_lora": True, "page_size": 16, "is_embedding": True}
     assert len(flag_faults(argparse.Namespace(**args), on_cpu=True)) == 4
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from aspire_sglang.attention.backend import sparse_context
-from aspire_sglang.config import parse_config
+from aspire_sglang.config import ConfigError, parse_config
+from aspire_sglang.runtime.worker import check_for_ranks
 
 
 def built(**context):
@@ -56,3 +57,19 @@ def test_layers_must_exist():
         built(selection="delta", refresh_layers=[4, 30])
     with pytest.raises(ValueError, match="refresh_layer 30 does not exist"):
         built(selection="hybrid", refresh_layer=30)
+
+
+@pytest.mark.parametrize(
+    ("section", "option"),
+    [
+        ({"context": {"selection": "hybrid"}}, "context.selection hybrid"),
+        ({"context": {"selection": "delta"}}, "context.selection delta"),
+        ({"scheduler": {"predictor": "regression"}}, "scheduler.predictor regression"),
+    ],
+)
+def test_several_ranks_refuse_what_they_do_not_agree_on(section, option):
+    config = parse_config(section, "a test")
+    check_for_ranks(config, SimpleNamespace(alone=True))
+    with pytest.raises(ConfigError, match=f"{option} runs without tensor parallelism only"):
+        check_for_ranks(config, SimpleNamespace(alone=False))
+    check_for_ranks(parse_config({}, "a test"), SimpleNamespace(alone=False))

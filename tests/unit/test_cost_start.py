@@ -11,6 +11,7 @@ pytest.importorskip("sglang.srt.model_executor.forward_batch_info")
 
 from aspire_sglang.config import AspireConfig
 from aspire_sglang.runtime import cost_start
+from aspire_sglang.runtime.ranks import Ranks
 from aspire_sglang.speculation.cost_model import StepShape
 
 SAMPLES = [
@@ -20,12 +21,13 @@ SAMPLES = [
 ]
 
 
-def worker(config: AspireConfig, dtype: str = "float32", device: str = "cuda:0"):
+def worker(config: AspireConfig, dtype: str = "float32", device: str = "cuda:0", tp_size: int = 1):
     return SimpleNamespace(
         config=config,
+        ranks=Ranks(),
         gamma_max=16,
         model_runner=SimpleNamespace(
-            server_args=SimpleNamespace(model_path="model", tp_size=1),
+            server_args=SimpleNamespace(model_path="model", tp_size=tp_size),
             device=device,
             dtype=dtype,
             page_size=1,
@@ -81,6 +83,16 @@ def test_a_named_file_of_another_setting_is_refused_and_replaced(profiles, tmp_p
     assert len(profiles) == 2
     assert "dtype: stored 'float32', wanted 'bfloat16'" in caplog.text
     assert json.loads((tmp_path / "mine.json").read_text())["key"]["dtype"] == "bfloat16"
+
+
+def test_a_fit_of_one_rank_is_refused_for_two(profiles, tmp_path, caplog):
+    config = AspireConfig(cost_file=str(tmp_path / "mine.json"))
+    cost_start.start_up_cost(worker(config, device="cpu"))
+    cost_start.start_up_cost(worker(config, device="cpu", tp_size=2))
+    assert len(profiles) == 2
+    assert "(tp_size: stored 1, wanted 2)" in caplog.text
+    cost_start.start_up_cost(worker(config, device="cpu", tp_size=2))
+    assert len(profiles) == 2
 
 
 def test_a_broken_file_is_replaced(profiles, tmp_path, caplog):

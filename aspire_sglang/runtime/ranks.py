@@ -1,0 +1,98 @@
+"""What tensor-parallel ranks agree on, so that all of them take every step alike.
+
+Every rank runs SGLang's scheduler over the same requests, which the first rank broadcasts, and
+decides by itself who drafts and who verifies. That works as long as it decides from equal data.
+What ranks cannot know alike by themselves is agreed on here: times, which each clock measures for
+itself, the attention of heads, of which a rank has a share, and what was sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks that hold one model together, seen from one of them.
+
+    Args:
+        group: their process group on the host, None for a rank that is alone; all methods then
+            hand back what they are given.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+
+    @classmethod
+    def of_model(cls) -> Ranks:
+        """The tensor-parallel ranks of this SGLang process."""
+        if not dist.is_initialized():
+            return cls()
+        from sglang.srt.distributed import get_tp_group
+
+        group = get_tp_group()
+        return cls(group.cpu_group if group.world_size > 1 else None)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to agree with."""
+        return self._group is None
+
+    def slowest(self, seconds: float) -> float:
+        """The longest of all ranks' times: a step ends when the last rank is done."""
+        if self.alone:
+            return seconds
+        longest = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self._group)
+        return longest.item()
+
+    def votes(self, scores: Tensor, reduction: str) -> Tensor:
+        """Token scores over the heads of all ranks, from each rank's scores over its own.
+
+        Args:
+            scores: float32 on the host, written. With ``reduction`` ``"max"`` a rank's greatest
+                probability, otherwise its sum.
+        """
+        if not self.alone:
+            how = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+            dist.all_reduce(scores, how, group=self._group)
+        return scores
+
+    def first(self, values: Tensor) -> Tensor:
+        """The first rank's values on every rank; ``values``, of one size on all, are written."""
+        if not self.alone:
+            dist.broadcast(values, group=self._group, group_src=0)
+        return values
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns on the first rank, where alone it is called; its exception is
+        raised on every rank."""
+        if self.alone:
+            return make()
+        told: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                told[0] = make()
+            except Exception as fault:
+                told[1] = fault
+        dist.broadcast_object_list(told, group=self._group, group_src=0)
+        if told[1] is not None:
+            raise told[1]
+        return told[0]
+
+    def gather(self, values: list[int]) -> list[list[int]]:
+        """Every rank's 64-bit integers, of one number on all, in the order of the ranks."""
+        if self.alone:
+            return [values]
+        own = torch.tensor(values, dtype=torch.int64)
+        everyone = torch.empty(self.size * len(values), dtype=torch.int64)
+        dist.all_gather_into_tensor(everyone, own, group=self._group)
+        return everyone.view(self.size, -1).tolist()
