@@ -42,10 +42,15 @@ class _Section(BaseModel):
 class ContextConfig(_Section):
     """The sparse context of draft rows (pages a draft row may read)."""
 
-    selection: Literal["refresh", "last_verify", "window"] = Field(
+    selection: Literal[
+        "refresh", "last_verify", "window", "hybrid", "last_verify_per_layer", "delta"
+    ] = Field(
         "refresh",
-        description="where the page list comes from: the refresh layer at every draft step, the "
-        "refresh layer at verify steps only, or sink plus recent pages",
+        description="where the page list comes from. refresh: the refresh layer at every draft "
+        "step; last_verify: the refresh layer at verify steps only; window: sink plus recent "
+        "pages; last_verify_per_layer: every layer at verify steps, for itself; hybrid: a part "
+        "from there, the rest from refresh; delta: refresh by several layers, each for the layers "
+        "up to the next",
     )
     page_size: Positive = Field(16, description="tokens per page of the sparse context")
     min_pages: Positive = Field(32, description="least pages a draft row reads")
@@ -66,6 +71,33 @@ class ContextConfig(_Section):
     refresh_applies: Literal["same_step", "next_step"] = Field(
         "same_step", description="layers above the refresh layer use its new list at once, or not"
     )
+
+    own_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.5,
+        description="hybrid: part of the budget, less sink and last pages, that every layer's own "
+        "pages of the last verify take",
+    )
+    refresh_layers: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None, description="delta: layers that choose pages; default three, evenly spaced"
+    )
+    full_layers: Annotated[int, Field(ge=0)] = Field(
+        0, description="delta: first layers whose draft rows read everything"
+    )
+
+    @model_validator(mode="after")
+    def _options_have_an_effect(self) -> ContextConfig:
+        for selection, names in (
+            ("hybrid", ("own_share",)),
+            ("delta", ("refresh_layers", "full_layers")),
+        ):
+            for name in names:
+                if name in self.model_fields_set and self.selection != selection:
+                    raise ValueError(f"{name} needs selection {selection}, not {self.selection}")
+        if self.refresh_layers is not None and (
+            not self.refresh_layers or sorted(set(self.refresh_layers)) != self.refresh_layers
+        ):
+            raise ValueError("refresh_layers must be distinct layers in ascending order")
+        return self
 
     @model_validator(mode="after")
     def _budget_holds_forced_pages(self) -> ContextConfig:
@@ -93,15 +125,28 @@ class AcceptanceConfig(_Section):
 class SchedulerConfig(_Section):
     """When a request stops drafting and verifies."""
 
-    policy: Literal["aspire", "shadow_price", "global", "ar", "fixed", "staggered"] = Field(
+    policy: Literal[
+        "aspire",
+        "shadow_price",
+        "global",
+        "ar",
+        "fixed",
+        "staggered",
+        "feedback",
+        "constant_cost",
+    ] = Field(
         "aspire",
         description="aspire: per-request length from acceptance and cost, the paper's objective; "
         "shadow_price: the same for the throughput of the whole batch; global: one length for all "
         "from the same rule; fixed: one length, all requests in step; staggered: one length, "
-        "phases spread; ar: never draft",
+        "phases spread; ar: never draft; feedback: per-request length that follows the last "
+        "verify; constant_cost: the paper's objective with a fixed cost ratio",
     )
     gamma: Positive | None = Field(
         None, description="draft length of the policies fixed and staggered; default gamma_max"
+    )
+    cost_ratio: Annotated[float, Field(gt=0.0)] = Field(
+        0.2, description="constant_cost: time of a draft step over that of a verify step"
     )
     first_draft: Positive = Field(3, description="drafts before a request's first verify")
     probe_interval: Positive = Field(
@@ -111,6 +156,15 @@ class SchedulerConfig(_Section):
         True,
         description="aspire, shadow_price: end a greedy draft early at a token its own "
         "probability makes doubtful, and let a sure run go on; calibrated online",
+    )
+    sampled_confidence: bool = Field(
+        False, description="do so for sampled drafts too; on a CPU only"
+    )
+    predictor: Literal["bins", "regression"] = Field(
+        "bins",
+        description="how doubt is measured. bins: the token's probability, in bins; regression: "
+        "also the gap to the second best token, its place in the draft and the recent rate of its "
+        "request; on a CPU only",
     )
     acceptance: AcceptanceConfig = AcceptanceConfig()
 

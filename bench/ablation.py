@@ -33,6 +33,8 @@ from bench.smollm2 import cache_root, model_path
 LENGTHS = (600, 1500, 2500, 3500, 4500, 5500, 6500, 7200)
 """Prompt tokens of the requests; continuation, code, copying and chat in turn."""
 
+_COST_RATIOS = (0.1, 0.2, 0.4)
+
 _FIXED = {
     "window, in step (MagicDec)": ("window", "fixed"),
     "last verify, in step (SparseSpec, Vegas with one list)": ("last_verify", "fixed"),
@@ -40,12 +42,22 @@ _FIXED = {
     "last verify, staggered (SparseSpec unified, one list)": ("last_verify", "staggered"),
     "refresh, staggered": ("refresh", "staggered"),
 }
+_HYBRID = {
+    "selection": "hybrid",
+    "page_size": 8,
+    "min_pages": 64,
+    "sink_pages": 2,
+    "last_pages": 16,
+}
+"""The budget of the defaults in pages of half the size."""
+
 _ADAPTIVE = {
     "refresh, one length for all": {"policy": "global"},
     "refresh, the paper's rule": {"policy": "aspire", "confidence": False},
     "refresh, shadow price": {"policy": "shadow_price", "confidence": False},
     "refresh, the paper's rule, confidence (default)": {"policy": "aspire"},
     "refresh, shadow price, confidence": {"policy": "shadow_price"},
+    "refresh, the paper's rule, regression": {"policy": "aspire", "predictor": "regression"},
 }
 
 
@@ -57,7 +69,19 @@ def variants(gammas: Sequence[int]) -> dict[str, list[dict[str, Any]]]:
             {"context": {"selection": selection}, "scheduler": {"policy": policy, "gamma": gamma}}
             for gamma in gammas
         ]
-    return rows | {name: [{"scheduler": scheduler}] for name, scheduler in _ADAPTIVE.items()}
+    rows |= {name: [{"scheduler": scheduler}] for name, scheduler in _ADAPTIVE.items()}
+    rows["refresh, length by feedback (ASPIRE-FSM)"] = [{"scheduler": {"policy": "feedback"}}]
+    rows["refresh, the paper's rule, constant cost"] = [
+        {"scheduler": {"policy": "constant_cost", "cost_ratio": ratio}} for ratio in _COST_RATIOS
+    ]
+    for name, context in {
+        "window": {"selection": "window"},
+        "hybrid": {"selection": "hybrid"},
+        "hybrid, 8-token pages": _HYBRID,
+        "last verify per layer": {"selection": "last_verify_per_layer"},
+    }.items():
+        rows[f"{name}, the paper's rule, confidence"] = [{"context": context}]
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gammas", type=int, nargs="+", default=[4, 6, 8, 12])
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="prompt tokens")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="variants whose name begins so")
     parser.add_argument("--out", type=Path, default=cache_root() / "ablation.json")
     options = parser.parse_args(argv)
     console = Console()
@@ -75,24 +101,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = real_texts(tokenizer, LENGTHS, seed=3)
+    lengths = list(options.lengths)
+    prompts = real_texts(tokenizer, lengths, seed=3)
     requests = [Request("/generate, fixed length", prompt) for prompt in prompts]
     config = cache_root() / "ablation.yaml"
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text("")
-    room = sum(LENGTHS) + len(LENGTHS) * (options.new_tokens + 128)
+    room = sum(lengths) + len(lengths) * (options.new_tokens + 128)
     args = aspire_args(
         plain_args(
             model,
             dtype=options.dtype,
             max_total_tokens=room,
-            max_running_requests=len(LENGTHS),
+            max_running_requests=len(lengths),
         ),
         config,
     )
     runs = [
         (name, settings)
         for name, several in variants(options.gammas).items()
+        if options.only is None or name.startswith(("plain", *options.only))
         for settings in several
     ]
     rates: dict[int, list[float]] = {place: [] for place in range(len(runs))}
@@ -138,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             {
                 **provenance(["bench/ablation.py", *(argv or sys.argv[1:])]),
                 "dtype": options.dtype,
-                "prompt_tokens": LENGTHS,
+                "prompt_tokens": lengths,
                 "new_tokens": options.new_tokens,
                 "results": results,
             },
@@ -177,7 +205,7 @@ def _show(console: Console, best: dict[str, dict[str, Any]]) -> None:
         rates = result["tokens_per_s"]
         table.add_row(
             name,
-            str(result["settings"]["scheduler"].get("gamma", "-")),
+            str(result["settings"].get("scheduler", {}).get("gamma", "-")),
             f"{result['median']:.1f} ({min(rates):.1f}-{max(rates):.1f})",
             f"{result['median'] / plain:.2f}x",
             f"{statistics.median(result['accepted_share']):.0%}" if name != "plain" else "-",

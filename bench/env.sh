@@ -73,7 +73,8 @@ if [ ! -x "$venv/bin/uv" ]; then
 fi
 say "installing aspire-sglang and SGLang (several GiB, minutes on the first run)"
 started=$SECONDS
-VIRTUAL_ENV="$venv" "$venv/bin/uv" pip install --quiet --editable "$root[demo,dev]" ||
+# Bytecode is compiled once here, not by every process of every server where Python may not write it.
+VIRTUAL_ENV="$venv" "$venv/bin/uv" pip install --quiet --compile-bytecode --editable "$root[demo,dev]" ||
     die "the installation failed; see the message above."
 wanted_stamp >"$stamp"
 say "installed in $((SECONDS - started)) s"

@@ -20,6 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from aspire_sglang.speculation.ablations import adjusted_length
 from aspire_sglang.speculation.acceptance import AcceptanceEstimator, BetaAcceptance
 from aspire_sglang.speculation.cost_model import CostModel, StepShape
 from aspire_sglang.speculation.policies import Policy, RowState, make_policy
@@ -59,6 +60,22 @@ class _Request:
     rejected: bool = False
     verifies: int = 0
     age: int = 0
+    length: int = 3
+    trace: Sequence[bool] = ()
+    place: int = 0
+
+    def accepts_next(self, draw: float) -> bool:
+        """Whether the draft behind the pending ones would be accepted."""
+        if not self.trace:
+            return draw < self.rate
+        return self.trace[(self.place + self.pending) % len(self.trace)]
+
+    def known_run(self, longest: int) -> int:
+        """Drafts from here on that would be accepted, at most ``longest``."""
+        run = 0
+        while run < longest and self.trace[(self.place + run) % len(self.trace)]:
+            run += 1
+        return run
 
 
 @dataclass
@@ -85,18 +102,30 @@ def simulate(
     oracle: bool = False,
     gamma_max: int = 16,
     make_estimator: Callable[[], AcceptanceEstimator] = BetaAcceptance,
+    traces: Sequence[Sequence[bool]] = (),
 ) -> Outcome:
     """Run a policy for some steps.
 
     Args:
         cost: of the simulated machine, and what the policy believes it to be.
-        oracle: tell the policy the present acceptance instead of the estimate.
+        oracle: tell the policy the present acceptance instead of the estimate; of a trace, as
+            ``length``, the number of drafts that will be accepted.
+        traces: recorded outcomes of the requests' drafts, one after another, in place of
+            ``work.rates``; a request without one takes the next in turn. What would have been
+            drafted behind a token that the trace has and the replay has not is unknown, so outcomes
+            are taken to depend on the place in the text alone.
     """
     rng = np.random.default_rng(seed)
     low, high = work.contexts
     contexts = np.linspace(low, high, work.requests).astype(int).tolist()
     requests = [
-        _Request(context, slot, make_estimator(), rng.uniform(*work.rates))
+        _Request(
+            context,
+            slot,
+            make_estimator(),
+            rng.uniform(*work.rates),
+            trace=traces[(slot + seed * len(contexts)) % len(traces)] if traces else (),
+        )
         for slot, context in enumerate(contexts)
     ]
     done = Outcome()
@@ -111,12 +140,13 @@ def simulate(
                 done.tokens += _verify(request)
                 if rng.random() < (request.accepted + 1) / work.stretch:
                     request.rate = rng.uniform(*work.rates)
+                request.place += request.accepted + 1
                 request.pending, request.accepted, request.rejected = 0, 0, False
             else:
                 shape = shape.row(1, row.draft_kv)
+                request.rejected |= not request.accepts_next(rng.random())
                 request.pending += 1
                 request.age += 1
-                request.rejected |= rng.random() >= request.rate
                 request.accepted += not request.rejected
         done.seconds += cost.predict(shape)
     return done
@@ -128,11 +158,12 @@ def _row(request: _Request, work: Workload, gamma_max: int, oracle: bool) -> Row
         committed=request.committed,
         pending=request.pending,
         draft_kv=min(context, max(work.floor, int(work.ratio * context))),
-        rate=request.rate if oracle else request.estimator.rate,
+        rate=request.rate if oracle and not request.trace else request.estimator.rate,
         max_draft=gamma_max,
         verifies=request.verifies,
         age=request.age,
         slot=request.slot,
+        length=request.known_run(gamma_max) if oracle and request.trace else request.length,
     )
 
 
@@ -140,6 +171,7 @@ def _verify(request: _Request) -> int:
     """Commit the accepted drafts and one token more; contexts keep their length."""
     if request.pending:
         request.estimator.observe(request.pending, request.accepted)
+        request.length = adjusted_length(request.length, request.pending, request.accepted)
     else:
         request.estimator.decay()
     request.verifies += 1

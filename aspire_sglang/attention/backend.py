@@ -124,6 +124,9 @@ def sparse_context(model_runner: Any, config: ContextConfig) -> SparseContext:
     """
     num_layers = model_runner.model_config.num_hidden_layers
     layer = config.refresh_layer
+    groups = config.refresh_layers
+    if groups is None and config.selection == "delta":
+        groups = [num_layers * n // 4 for n in (1, 2, 3)]
     return SparseContext(
         SelectionConfig(
             page_size=config.page_size,
@@ -138,6 +141,9 @@ def sparse_context(model_runner: Any, config: ContextConfig) -> SparseContext:
             # A middle layer: late layers choose worse pages for the layers below the next step.
             layer=(num_layers - 1) // 2 if layer is None else layer,
             same_step=config.refresh_applies == "same_step",
+            own_share=config.own_share,
+            group_layers=tuple(groups or ()),
+            full_layers=config.full_layers,
         ),
         num_layers=num_layers,
         num_slots=model_runner.req_to_token_pool.req_to_token.shape[0],

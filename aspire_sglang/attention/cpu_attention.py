@@ -73,6 +73,7 @@ class CpuAttention:
         scale: float,
         out: Tensor | None = None,
         logit_cap: float = 0.0,
+        layer: int = 0,
     ) -> Tensor:
         """Attention of every row over its keys.
 
@@ -84,6 +85,7 @@ class CpuAttention:
             scale: factor of the scores.
             out: ``[T, Hq, D]`` to write to; allocated if None.
             logit_cap: ``c`` of ``c * tanh(score / c)``; 0 for none.
+            layer: which slots to read, of rows that have some per layer.
 
         Returns:
             ``out``, in the dtype of ``q``.
@@ -91,7 +93,7 @@ class CpuAttention:
         Raises:
             ValueError: shapes or dtypes that do not fit.
         """
-        self._check(q, k, v, plan)
+        self._check(q, k, v, plan, layer)
         out = torch.empty_like(q) if out is None else out
         if plan.tokens == 0:
             return out
@@ -107,6 +109,7 @@ class CpuAttention:
         job["q"], job["out"] = queries.data_ptr(), target.data_ptr()
         job["k"], job["v"] = k.data_ptr(), v.data_ptr()
         job["lse"] = self._lse.data_ptr()
+        job["layer"] = layer
         job["votes_width"] = plan.votes.shape[2]
         job["scale"], job["cap"] = scale * _LOG2E, logit_cap * _LOG2E
         self._run(cpu_flash.attend_pieces)
@@ -129,14 +132,14 @@ class CpuAttention:
         Returns:
             Per row with voters float32 ``[ceil(L / page_size)]``.
         """
-        lengths = [row.slots.numel() for row in plan.rows if row.voters]
+        lengths = [row.length for row in plan.rows if row.voters]
         scores = [torch.empty(-(-length // page_size)) for length in lengths]
         ballots = np.zeros(len(scores), cpu_votes.BALLOT)
         voting = [place for place, row in enumerate(plan.rows) if row.voters]
         vote = 0
         for ballot, place, pages in zip(ballots, voting, scores, strict=True):
             row = plan.rows[place]
-            ballot["length"], ballot["voters"] = row.slots.numel(), len(row.voters)
+            ballot["length"], ballot["voters"] = row.length, len(row.voters)
             ballot["pages"] = pages.data_ptr()
             for n, voter in enumerate(row.voters):
                 ballot["votes"][n] = plan.votes[vote].data_ptr()
@@ -165,7 +168,7 @@ class CpuAttention:
         scores = torch.zeros(plan.votes.shape[0], plan.votes.shape[2])
         vote = 0
         for row, start in zip(plan.rows, plan.starts, strict=True):
-            length = row.slots.numel()
+            length = row.length
             for voter in row.voters:
                 logits = plan.votes[vote, :, :length]
                 shares = torch.exp2(logits - self._lse[start + voter].unsqueeze(1))
@@ -191,7 +194,9 @@ class CpuAttention:
             self._partials = torch.empty(needed)
         job["partials"], job["partial_size"] = self._partials.data_ptr(), lanes * (dim + 2)
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, plan: RowsPlan) -> None:
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, plan: RowsPlan, layer: int) -> None:
+        if not 0 <= layer < plan.layers:
+            raise ValueError(f"layer {layer} of rows with slots for {plan.layers} layers")
         if k.shape != self._pool_shape or v.shape != k.shape:
             shapes = f"{tuple(k.shape)} and {tuple(v.shape)}"
             raise ValueError(f"pools {shapes}, planned for {self._pool_shape}")

@@ -63,7 +63,8 @@ PIECE = np.dtype(
         ("token", np.int64),  # first query token in the flat batch
         ("tokens", np.int64),
         ("position", np.int64),  # of the first query token among the row's keys
-        ("slots", np.int64),  # address of int32 slots of the row's keys
+        ("slots", np.int64),  # address of int32 slots of the row's keys, in layer 0
+        ("layer_stride", np.int64),  # bytes from a layer's slots to the next one's, 0 if shared
         ("first", np.int64),  # keys first .. stop
         ("stop", np.int64),
         (
@@ -109,6 +110,7 @@ JOB = np.dtype(
         ("v", np.int64),
         ("kv_type", np.int64),
         ("num_slots", np.int64),
+        ("layer", np.int64),
         ("num_heads", np.int64),
         ("num_kv_heads", np.int64),
         ("dim", np.int64),
@@ -296,6 +298,7 @@ def _attend_piece(job, piece, head, scratch):
     width = padded(job.dim)
     group = job.num_heads // job.num_kv_heads
     blocks = -(-piece.tokens * group // WIDTH)
+    slots = piece.slots + job.layer * piece.layer_stride
     keys = scratch
     values = keys + 4 * KEYS * width
     scores = values + 4 * KEYS * width
@@ -314,8 +317,8 @@ def _attend_piece(job, piece, head, scratch):
         )
     for first in range(piece.first, piece.stop, KEYS):
         count = min(KEYS, piece.stop - first)
-        _copy_block(job, job.k, head, piece.slots, first, count, piece.stop, keys)
-        _copy_block(job, job.v, head, piece.slots, first, count, piece.stop, values)
+        _copy_block(job, job.k, head, slots, first, count, piece.stop, keys)
+        _copy_block(job, job.v, head, slots, first, count, piece.stop, values)
         for block in range(blocks):
             _attend_block(
                 job,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from aspire_sglang.attention.cpu_attention import CpuAttention
+from aspire_sglang.attention.cpu_lists import draft_slots
 from aspire_sglang.attention.cpu_plan import Row, RowsPlan
 from aspire_sglang.attention.rows import ForwardRows
 from aspire_sglang.context.sparse import SparseContext
@@ -19,6 +20,9 @@ class CpuMixedAttention:
 
     Full rows read their whole context at every layer. Draft rows read their sparse context, except
     at the refresh layer, where they read everything and choose a new one.
+
+    A plan holds for all layers that read alike, a new list ends it; lists of single layers are one
+    plan too, as all layers of a row read equally many keys.
 
     Args:
         num_heads: query heads.
@@ -49,10 +53,11 @@ class CpuMixedAttention:
         # Query tokens lie in this order, see ForwardRows.
         self._drafts = rows.draft_rows
         self._order = self._drafts + rows.full_rows
+        self._own_scores: list[Tensor] = []
         if not rows.decoding and self.context is not None:
             # A short prompt makes no list; the last owner of its slot may have left one.
-            self.context.lists.clear([rows.slots[row] for row in rows.full_rows])
-        self._plan = self._plan_rows()
+            self.context.forget([rows.slots[row] for row in rows.full_rows])
+        self._plans: dict[tuple[int, frozenset[int], frozenset[int]], RowsPlan] = {}
 
     def attend(self, layer: Any, q: Tensor, out: Tensor) -> None:
         """Attention of one layer; the KV of the new tokens is already in the pool.
@@ -62,31 +67,49 @@ class CpuMixedAttention:
             q: ``[T, Hq, D]``.
             out: ``[T, Hq, D]``, written.
         """
-        k, v = self._pool.head_major(layer.layer_id)
-        voters = self._voters(layer.layer_id)
-        plan = self._plan_rows(voters) if voters else self._plan
-        self._attention.attend(q, k, v, plan, layer.scaling, out, layer.logit_cap)
+        number = layer.layer_id
+        k, v = self._pool.head_major(number)
+        voters = self._voters(number)
+        plan = self._plan_of(number, voters)
+        self._attention.attend(q, k, v, plan, layer.scaling, out, layer.logit_cap, number)
         if voters:
-            self._vote(plan, sorted(voters, key=self._order.index))
+            if self.context is not None and not self.context.refresh.same_step:
+                # Layers above go on with the old list.
+                self._plan_of(number + 1, self._voters(number + 1))
+            self._vote(number, plan, [row for row in self._order if row in voters])
 
-    def _voters(self, layer: int) -> set[int]:
+    def _voters(self, layer: int) -> frozenset[int]:
         """Rows whose attention at this layer scores their pages."""
         context = self.context
         if context is None:
-            return set()
+            return frozenset()
         draft, full = context.draft_rows_vote(layer), context.full_rows_vote(layer)
+        if not draft and not full:
+            return frozenset()
         lens, drafts = self._rows.context_lens, self._rows.draft
-        return {
+        return frozenset(
             row
             for row in self._order
             if (draft if drafts[row] else full) and not context.is_dense(lens[row])
-        }
+        )
 
-    def _plan_rows(self, voters: set[int] | None = None) -> RowsPlan:
-        """Plan the rows in their tokens' order; draft rows that vote read everything."""
-        rows, voters = self._rows, voters or set()
-        sparse = [row for row in self._drafts if row not in voters]
-        lists = dict(zip(sparse, self._lists(sparse), strict=True))
+    def _plan_of(self, layer: int, voters: frozenset[int]) -> RowsPlan:
+        """The plan of a layer: made once for all layers that read and vote alike."""
+        context = self.context
+        if context is not None and context.draft_rows_read_all(layer):
+            whole = voters | frozenset(self._drafts if layer < context.refresh.full_layers else ())
+        else:
+            whole = voters
+        key = (0 if context is None else context.group(layer), voters, whole)
+        if key not in self._plans:
+            self._plans[key] = self._plan_rows(layer, voters, whole)
+        return self._plans[key]
+
+    def _plan_rows(self, layer: int, voters: frozenset[int], whole: frozenset[int]) -> RowsPlan:
+        """Plan the rows in order of their tokens; ``whole`` and full rows read everything."""
+        rows = self._rows
+        sparse = [row for row in self._drafts if row not in whole]
+        lists = dict(zip(sparse, self._lists(sparse, layer), strict=True))
         planned = []
         for row in self._order:
             slots = lists.get(row)
@@ -96,15 +119,18 @@ class CpuMixedAttention:
             planned.append(Row(slots, rows.q_lens[row], voting))
         return self._attention.plan(planned)
 
-    def _lists(self, rows: list[int]) -> list[Tensor]:
-        """The slots that some draft rows read."""
-        if not rows:
+    def _lists(self, rows: list[int], layer: int) -> list[Tensor]:
+        """The slots that some draft rows read at a layer, or at every layer."""
+        context = self.context
+        if not rows or context is None:
             return []
-        assert self.context is not None
-        slots = torch.tensor([self._rows.slots[row] for row in rows])
-        queries = torch.tensor([self._rows.context_lens[row] - 1 for row in rows])
-        positions, lens = self.context.lists.draft_positions(slots, queries)
-        table = self._table[slots[:, None], positions]
+        slots = [self._rows.slots[row] for row in rows]
+        queries = [self._rows.context_lens[row] - 1 for row in rows]
+        if context.layer_lists is not None:
+            return draft_slots(context.layer_lists, slots, queries, self._table)
+        entries = torch.tensor(context.entries(slots, layer))
+        positions, lens = context.lists.draft_positions(entries, torch.tensor(queries))
+        table = self._table[torch.tensor(slots)[:, None], positions]
         return [row[:length] for row, length in zip(table, lens.tolist(), strict=True)]
 
     def _queries_that_vote(self, row: int) -> tuple[int, ...]:
@@ -113,17 +139,22 @@ class CpuMixedAttention:
         last = self._rows.q_lens[row] - 1
         return (0, last) if self._rows.decoding and last else (last,)
 
-    def _vote(self, plan: RowsPlan, voters: list[int]) -> None:
+    def _vote(self, layer: int, plan: RowsPlan, voters: list[int]) -> None:
         context = self.context
         assert context is not None
         scores = self._page_scores(plan)
-        context.vote(
-            torch.tensor([self._rows.slots[row] for row in voters]),
-            torch.nn.utils.rnn.pad_sequence(scores, batch_first=True),
-            torch.tensor([self._rows.context_lens[row] for row in voters]),
-        )
-        if context.refresh.same_step and self._drafts:
-            self._plan = self._plan_rows()
+        slots = torch.tensor([self._rows.slots[row] for row in voters])
+        lens = torch.tensor([self._rows.context_lens[row] for row in voters])
+        if context.shares_votes(layer):
+            context.vote(slots, _padded(scores), lens, layer)
+            if self._drafts and context.refresh.drafts_vote and context.refresh.same_step:
+                self._plans.clear()
+        full = [place for place, row in enumerate(voters) if not self._rows.draft[row]]
+        if context.layer_lists is not None and full:
+            self._own_scores.append(_padded([scores[place] for place in full]))
+            if layer == context.last_layer:
+                own = torch.stack(self._own_scores, dim=1)
+                context.layer_lists.set_own(slots[full], own, lens[full])
 
     def _page_scores(self, plan: RowsPlan) -> list[Tensor]:
         """Scores of the voting rows' pages over the heads of all ranks."""
@@ -154,7 +185,11 @@ def page_sums(token_scores: Tensor, plan: RowsPlan, page_size: int) -> list[Tens
     scores, vote = [], 0
     for row in plan.rows:
         if voters := len(row.voters):
-            count = -(-row.slots.numel() // page_size)
+            count = -(-row.length // page_size)
             scores.append(pages[vote : vote + voters, :count].mean(0))
             vote += voters
     return scores
+
+
+def _padded(scores: list[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(scores, batch_first=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +27,9 @@ class Row:
     """One row of a step.
 
     Attributes:
-        slots: int32 ``[L]``, contiguous: slot of every key, in order of position. The row's query
-            tokens are the last ones, each sees the keys up to itself.
+        slots: int32 ``[L]``, contiguous: slot of every key, in order of position; or
+            ``[layers, L]`` where layers read different keys. The row's query tokens are the last
+            ones, each sees the keys up to itself.
         tokens: query tokens, at least 1.
         voters: up to two query tokens, counted from the row's first, whose attention scores the
             row's pages; ascending.
@@ -36,6 +38,16 @@ class Row:
     slots: Tensor
     tokens: int
     voters: tuple[int, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """Keys of the row."""
+        return self.slots.shape[-1]
+
+    @property
+    def layers(self) -> float:
+        """Layers that the row has slots for; infinite if they share them."""
+        return self.slots.shape[0] if self.slots.dim() == 2 else math.inf
 
 
 @dataclass
@@ -63,6 +75,11 @@ class RowsPlan:
     blocks: int
     votes: Tensor = field(repr=False)
 
+    @property
+    def layers(self) -> float:
+        """Layers that every row has slots for."""
+        return min((row.layers for row in self.rows), default=math.inf)
+
 
 def plan_rows(rows: Sequence[Row], num_heads: int, num_kv_heads: int, num_slots: int) -> RowsPlan:
     """Cut rows into pieces.
@@ -77,7 +94,7 @@ def plan_rows(rows: Sequence[Row], num_heads: int, num_kv_heads: int, num_slots:
         starts.append(total)
         total += row.tokens
     voting = [row for row in rows if row.voters]
-    width = max((row.slots.numel() for row in voting), default=0)
+    width = max((row.length for row in voting), default=0)
     # A vector may read past the last key of a row.
     width += -width % WIDTH
     votes = torch.empty(sum(len(row.voters) for row in voting), num_heads, width)
@@ -129,7 +146,7 @@ def plan_rows(rows: Sequence[Row], num_heads: int, num_kv_heads: int, num_slots:
 
 
 def _check(number: int, row: Row, num_slots: int) -> None:
-    length = row.slots.numel()
+    length = row.length
     if row.tokens < 1 or length < row.tokens:
         raise ValueError(f"row {number}: {row.tokens} query tokens in {length} positions")
     if row.slots.dtype != torch.int32 or not row.slots.is_contiguous():
@@ -145,13 +162,15 @@ def _check(number: int, row: Row, num_slots: int) -> None:
 def _cut(row: Row, start: int, group: int) -> list[dict[str, int]]:
     """Pieces of a row, all keys each, of as many query tokens as one piece may have."""
     most = max(1, _BLOCKS * WIDTH // group)
-    before = row.slots.numel() - row.tokens
+    before = row.length - row.tokens
+    stride = 4 * row.length if row.slots.dim() == 2 else 0
     return [
         {
             "token": start + first,
             "tokens": min(most, row.tokens - first),
             "position": before + first,
             "slots": row.slots.data_ptr(),
+            "layer_stride": stride,
             "first": 0,
             "stop": before + min(first + most, row.tokens),
             "partial": -1,

@@ -50,7 +50,8 @@ class GpuMixedAttention:
         max_seqlen_q: most query tokens of a row.
 
     Raises:
-        ValueError: if lists of the context's pages cannot name pages of the pool.
+        ValueError: if lists of the context's pages cannot name pages of the pool, or layers have
+            lists of their own.
     """
 
     def __init__(
@@ -63,6 +64,11 @@ class GpuMixedAttention:
         max_rows: int,
         max_seqlen_q: int,
     ) -> None:
+        if context.refresh.list_per_layer or context.refresh.source == "delta":
+            raise ValueError(
+                f"context.selection {context.refresh.source} runs on a CPU only: on a GPU use "
+                "refresh, last_verify or window"
+            )
         if context.selection.page_size % page_size:
             raise ValueError(
                 f"the sparse context's page_size {context.selection.page_size} must be a multiple "

@@ -148,6 +148,12 @@ def get_int32(builder: Any, address: Any, index: Any) -> Any:
     return builder.sext(builder.load(_pointer(builder, address, index, _I32), align=4), _I64)
 
 
+@_operation(types.void(types.intp, types.intp, types.int64))
+def put_int32(builder: Any, address: Any, index: Any, value: Any) -> None:
+    """Write one int32."""
+    builder.store(builder.trunc(value, _I32), _pointer(builder, address, index, _I32), align=4)
+
+
 def records(dtype: np.dtype) -> Any:
     """A function from an address to a pointer to records of a NumPy dtype, for ``carray``."""
     kind = types.CPointer(from_dtype(dtype))

@@ -10,16 +10,24 @@ import httpx
 
 
 def continue_all(
-    url: str, prompts: Sequence[Sequence[int]], new_tokens: int, label: str
+    url: str,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    label: str,
+    temperature: float = 0.0,
 ) -> list[str]:
-    """Continue all prompts at once, greedily and to full length; return the request ids."""
+    """Continue all prompts at once and to full length; return the request ids."""
 
     def one(numbered: tuple[int, Sequence[int]]) -> str:
         rid = f"{label}-{numbered[0]}"
         body = {
             "rid": rid,
             "input_ids": list(numbered[1]),
-            "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+            "sampling_params": {
+                "temperature": temperature,
+                "max_new_tokens": new_tokens,
+                "ignore_eos": True,
+            },
         }
         httpx.post(f"{url}/generate", json=body, timeout=3600, trust_env=False).raise_for_status()
         return rid

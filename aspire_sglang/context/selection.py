@@ -90,8 +90,8 @@ class PageSelection:
     """Chosen pages of ``n`` contexts.
 
     Attributes:
-        pages: ``[n, K]`` int64 page numbers within the context, distinct, ascending, padded
-            with -1 at the end.
+        pages: ``[n, K]`` int64 page numbers within the context, distinct, padded with -1 at the
+            end; ascending, or from :func:`rank_pages` best first.
         counts: ``[n]`` int64 pages per row.
         context_lens: ``[n]`` int64 tokens in the context when it was scored.
     """
@@ -129,6 +129,41 @@ def token_scores_to_page_scores(
     return merged.unflatten(-1, (-1, page_size)).sum(dim=-1)
 
 
+def pages_of(context_lens: Tensor, page_size: int) -> Tensor:
+    """``[n]`` int64 pages that contexts of so many tokens occupy."""
+    return (context_lens.long() + page_size - 1).div(page_size, rounding_mode="floor")
+
+
+def rank_pages(page_scores: Tensor, context_lens: Tensor, config: SelectionConfig) -> PageSelection:
+    """Sink pages, last pages and the best scoring pages, up to the budget, best first.
+
+    As :func:`select_pages`, but in order of rank: sink and last pages, then by falling score.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    if page_scores.dim() != 2 or context_lens.shape != page_scores.shape[:1]:
+        raise ValueError(
+            f"page_scores {tuple(page_scores.shape)} and context_lens "
+            f"{tuple(context_lens.shape)} must be [n, P] and [n]"
+        )
+    width = page_scores.shape[1]
+    existing = pages_of(context_lens, config.page_size)
+    num_pages = existing.view(-1, 1)
+    page = torch.arange(width, device=page_scores.device)
+    # Valid pages stay finite, so that they rank above every page that does not exist.
+    low, high = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
+    scores = torch.nan_to_num(page_scores.float(), nan=low, posinf=high, neginf=low)
+    forced = (page < config.sink_pages) | (page >= num_pages - config.last_pages)
+    scores = scores.masked_fill(forced, torch.inf).masked_fill(page >= num_pages, -torch.inf)
+
+    keep = min(config.budget_pages(width), width)
+    best = scores.topk(keep, dim=-1).indices
+    counts = torch.minimum(config.budgets(existing), existing)
+    surplus = torch.arange(keep, device=page_scores.device) >= counts.view(-1, 1)
+    return PageSelection(best.masked_fill(surplus, -1), counts, context_lens.long())
+
+
 def select_pages(
     page_scores: Tensor, context_lens: Tensor, config: SelectionConfig
 ) -> PageSelection:
@@ -149,25 +184,7 @@ def select_pages(
     Raises:
         ValueError: if the shapes do not fit.
     """
-    if page_scores.dim() != 2 or context_lens.shape != page_scores.shape[:1]:
-        raise ValueError(
-            f"page_scores {tuple(page_scores.shape)} and context_lens "
-            f"{tuple(context_lens.shape)} must be [n, P] and [n]"
-        )
-    width = page_scores.shape[1]
-    lens = context_lens.long()
-    pages_of = (lens + config.page_size - 1).div(config.page_size, rounding_mode="floor")
-    num_pages = pages_of.view(-1, 1)
-    page = torch.arange(width, device=page_scores.device)
-    # Valid pages stay finite, so that they rank above every page that does not exist.
-    low, high = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
-    scores = torch.nan_to_num(page_scores.float(), nan=low, posinf=high, neginf=low)
-    forced = (page < config.sink_pages) | (page >= num_pages - config.last_pages)
-    scores = scores.masked_fill(forced, torch.inf).masked_fill(page >= num_pages, -torch.inf)
-
-    keep = min(config.budget_pages(width), width)
-    best = scores.topk(keep, dim=-1).indices
-    counts = torch.minimum(config.budgets(pages_of), pages_of)
-    surplus = torch.arange(keep, device=page_scores.device) >= counts.view(-1, 1)
-    pages = best.masked_fill(surplus, width).sort(dim=-1).values
-    return PageSelection(pages.masked_fill(surplus, -1), counts, lens)
+    ranked = rank_pages(page_scores, context_lens, config)
+    surplus = ranked.pages < 0
+    pages = ranked.pages.masked_fill(surplus, page_scores.shape[1]).sort(dim=-1).values
+    return PageSelection(pages.masked_fill(surplus, -1), ranked.counts, ranked.context_lens)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from aspire_sglang.speculation.ablations import adjusted_length
 from aspire_sglang.speculation.acceptance import AcceptanceEstimator
-from aspire_sglang.speculation.confidence import ConfidenceCalibration
+from aspire_sglang.speculation.confidence import ConfidenceCalibration, RunJudge
 
 
 @dataclass(slots=True)
@@ -23,10 +25,11 @@ class SlotState:
     ``pending``: drafts proposed since the last verify (``k``). ``verifies``: verify steps so far.
     ``age``: steps since the last verify. ``unsettled``: most tokens that verifies whose outcome
     is not known yet may commit. ``probs``: for a sampled request, per pending draft, its
-    stored distribution ``[V]`` and the probability of the drawn token. ``confidence``: for a greedy
-    request, per pending draft, the draft's probability of its token. ``run``: drafts decided on for
-    this run, None before. ``rest``: verifies for which plain decoding is decided on. ``most``: of
-    the GPU's worker, limits of the request that never change.
+    stored distribution ``[V]`` and the probability of the drawn token. ``confidence``: per pending
+    draft, what its judge keeps of it. ``sampled``: which judge, see ``DraftState.judges``.
+    ``run``: drafts decided on for this run, None before. ``rest``: verifies for which plain
+    decoding is decided on. ``most``: of the GPU's worker, limits of the request that never change.
+    ``length``: draft length by the feedback rule.
     """
 
     generation: int
@@ -38,8 +41,10 @@ class SlotState:
     run: int | None = None
     rest: int = 0
     most: tuple[int, int] | None = None
+    length: int = 3
     probs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    confidence: list[float] = field(default_factory=list)
+    confidence: list[Any] = field(default_factory=list)
+    sampled: bool = False
 
     def begin_settling(self) -> None:
         """All pending drafts are being verified; the outcome is not known yet."""
@@ -64,6 +69,7 @@ class SlotState:
         self.unsettled -= drafts + 1
         if drafts:
             self.acceptance.observe(drafts, accepted)
+            self.length = adjusted_length(self.length, drafts, accepted)
         else:
             self.acceptance.decay()
 
@@ -73,7 +79,7 @@ class DraftState:
 
     Attributes:
         tokens: ``[num_slots, gamma_max]`` int64, draft tokens; column ``j`` is draft ``j + 1``.
-        calibration: what draft probabilities are worth, over all requests.
+        judges: what is known of drafts is worth, over all greedy and over all sampled requests.
     """
 
     def __init__(
@@ -85,8 +91,28 @@ class DraftState:
     ) -> None:
         self.tokens = torch.zeros((num_slots, gamma_max), dtype=torch.int64, device=device)
         self._make_acceptance = make_acceptance
-        self.calibration = ConfidenceCalibration()
+        self.judges: dict[bool, RunJudge]
         self._slots: dict[int, SlotState] = {}
+        self.use_judges(ConfidenceCalibration)
+
+    def use_judges(self, make: Callable[[], RunJudge]) -> None:
+        """Start to learn anew, with judges of another kind."""
+        self.judges = {False: make(), True: make()}
+        for state in self._slots.values():
+            state.confidence.clear()
+
+    def note(self, state: SlotState, sampled: bool, probability: float, gap: float) -> None:
+        """Note what is known of the draft that is about to be added.
+
+        Args:
+            sampled: the request does not decode greedily.
+            probability: the draft's probability of its token.
+            gap: difference of the two highest log-probabilities of the draft.
+        """
+        state.sampled = sampled
+        state.confidence.append(
+            self.judges[sampled].token(probability, gap, state.pending, state.acceptance.rate)
+        )
 
     def get(self, slot: int, generation: int) -> SlotState:
         """State of the slot's present owner; fresh if the slot changed hands."""
@@ -115,7 +141,7 @@ class DraftState:
         """Book a verify of all pending drafts, ``accepted`` of them accepted."""
         drafts = state.pending
         if drafts and len(state.confidence) == drafts:
-            self.calibration.observe(state.confidence, accepted)
+            self.judges[state.sampled].observe(state.confidence, accepted)
         state.begin_settling()
         state.settle(drafts, accepted)
 
@@ -123,4 +149,4 @@ class DraftState:
         """Probability that all pending drafts are accepted; None if nothing is known of them."""
         if not state.confidence or len(state.confidence) != state.pending:
             return None
-        return self.calibration.survival(state.confidence, state.acceptance.rate)
+        return self.judges[state.sampled].survival(state.confidence, state.acceptance.rate)

@@ -24,6 +24,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 
 from aspire_sglang.attention.step_buffers import HostStep, StepView, pack_step
+from aspire_sglang.config import AspireConfig, ConfigError
 from aspire_sglang.kernels.step_layout import lay_out_step
 from aspire_sglang.runtime.batching import step_shape
 from aspire_sglang.runtime.device_sampler import DeviceSampler, RequestSampling, choose_tokens
@@ -125,6 +126,15 @@ class GpuWorker(AspireWorker):
         table = req_to_token_pool.req_to_token
         self.device_state = DeviceState(table.shape[0], self.speculative_num_steps, table.device)
         self.sampling = RequestSampling(table.shape[0], self._seed)
+
+    def _apply_config(self, config: AspireConfig) -> None:
+        scheduler = config.scheduler
+        if scheduler.sampled_confidence or scheduler.predictor != "bins":
+            raise ConfigError(
+                "scheduler.sampled_confidence and the predictor 'regression' run on a CPU only: "
+                "on a GPU nothing is known on the host of a draft's probability"
+            )
+        super()._apply_config(config)
 
     def _make_sampler(self) -> DeviceSampler:
         return DeviceSampler(self.device_state, self.model_runner.attn_backend.steps)

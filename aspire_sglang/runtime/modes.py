@@ -8,7 +8,6 @@ from aspire_sglang.config import SchedulerConfig
 from aspire_sglang.context.sparse import SparseContext
 from aspire_sglang.runtime.cost import RunningCost
 from aspire_sglang.runtime.draft_state import DraftState, SlotState
-from aspire_sglang.speculation.adaptive import AspirePolicy
 from aspire_sglang.speculation.cost_model import StepShape
 from aspire_sglang.speculation.plain_speed import UNKNOWN_RATIO
 from aspire_sglang.speculation.policies import (
@@ -65,6 +64,15 @@ def policy_of(config: SchedulerConfig, gamma_max: int) -> Policy:
                 first_draft=config.first_draft,
                 probe_interval=config.probe_interval,
             )
+        case "feedback":
+            return make_policy("feedback", gamma_max=gamma_max)
+        case "constant_cost":
+            return make_policy(
+                "constant_cost",
+                gamma_max=gamma_max,
+                cost_ratio=config.cost_ratio,
+                first_draft=config.first_draft,
+            )
         case "global":
             return make_policy("global", gamma_max=gamma_max, first_draft=config.first_draft)
         case "fixed" | "staggered" as name:
@@ -111,8 +119,8 @@ class ModeScheduler:
             [s + state.pending for s, state in zip(seq_lens, states, strict=True)]
         )
         policy = self._policy
-        if isinstance(policy, AspirePolicy) and not any(state.confidence for state in states):
-            self._plan(policy, slots, seq_lens, states, caps, draft_kv)
+        if policy.plans and not any(state.confidence for state in states):
+            self._plan(slots, seq_lens, states, caps, draft_kv)
             verify = [
                 state.pending >= min(state.run or 0, cap)
                 for state, cap in zip(states, caps, strict=True)
@@ -144,7 +152,7 @@ class ModeScheduler:
                 return PLAIN_PHASE
             case FixedPolicy() | StaggeredPolicy():
                 return 1
-            case AspirePolicy():
+            case policy if policy.plans:
                 return 1 + min(state.rest for state in states)
             case _:
                 return 1 + PLAIN_RUN
@@ -155,7 +163,6 @@ class ModeScheduler:
 
     def _plan(
         self,
-        policy: AspirePolicy,
         slots: list[int],
         seq_lens: list[int],
         states: list[SlotState],
@@ -177,22 +184,19 @@ class ModeScheduler:
         rows = [self._row(slots[i], seq_lens[i], states[i], caps[i], draft_kv[i]) for i in starting]
         together = sum(state.verifies == 0 for state in states) > 1
         if self._phases and len(starting) == len(states):
-            runs = self._plan_all(policy, rows, states, together)
+            runs = self._plan_all(rows, states, together)
             if not any(runs):
                 return
         else:
-            runs = policy.plan(rows, self._cost.model, len(states), together)
+            runs = self._policy.plan(rows, self._cost.model, len(states), together)
         for i, run in zip(starting, runs, strict=True):
             state = states[i]
             state.run = run
             if run == 0:
                 # Up to the next probe at most.
-                due = policy.probe_interval - 1 - (state.verifies + 1) % policy.probe_interval
-                state.rest = min(PLAIN_RUN, due)
+                state.rest = min(PLAIN_RUN, self._policy.until_probe(state.verifies))
 
-    def _plan_all(
-        self, policy: AspirePolicy, rows: list[RowState], states: list[SlotState], together: bool
-    ) -> list[int]:
+    def _plan_all(self, rows: list[RowState], states: list[SlotState], together: bool) -> list[int]:
         """Runs of a batch of which everybody starts one; all 0 also where plain steps of this size
         have to be measured first, as they may be faster than any drafting."""
         cost, count = self._cost, len(rows)
@@ -200,7 +204,7 @@ class ModeScheduler:
         ratio = cost.plain_speed.ratio(count, cost.model.predict(StepShape(count, read, read)))
 
         def plan(ratio: float, probe: bool = False) -> list[int]:
-            return policy.plan(rows, cost.model, count, together, ratio, probe)
+            return self._policy.plan(rows, cost.model, count, together, ratio, probe)
 
         runs = plan(UNKNOWN_RATIO if ratio is None else ratio)
         phase = PLAIN_PHASE
@@ -232,4 +236,5 @@ class ModeScheduler:
             age=state.age,
             slot=slot,
             survival=self._drafts.survival(state),
+            length=state.length,
         )

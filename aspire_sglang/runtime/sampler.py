@@ -31,10 +31,15 @@ class StepSampler:
     """Greedy rows are decided by argmax, seeded rows by the noise of their seed and position, the
     other sampled rows by rejection sampling."""
 
-    def __init__(self, state: DraftState, *, confidence: bool) -> None:
-        """``confidence``: note the draft's probability of the tokens of greedy rows."""
+    def __init__(
+        self, state: DraftState, *, confidence: bool, sampled: bool = False, gaps: bool = False
+    ) -> None:
+        """``confidence``: note what is known of the drafts of greedy rows, ``sampled``: of sampled
+        rows too; ``gaps``: the gap between the two best tokens included."""
         self._state = state
         self._confidence = confidence
+        self._sampled = confidence and sampled
+        self._gaps = gaps
 
     def step(
         self,
@@ -73,9 +78,10 @@ class StepSampler:
         if self._confidence:
             top = logits.gather(1, best.unsqueeze(1)).squeeze(1)
             probabilities = (top - torch.logsumexp(logits, -1)).exp_().tolist()
-            for row, probability in zip(plan.draft_rows, probabilities, strict=True):
+            known = zip(plan.draft_rows, probabilities, self._gaps_of(logits), strict=True)
+            for row, probability, gap in known:
                 if greedy[row]:
-                    states[row].confidence.append(probability)
+                    self._state.note(states[row], False, probability, gap)
         sampled = [place for place, row in enumerate(plan.draft_rows) if not greedy[row]]
         if sampled:
             index = torch.tensor([plan.draft_rows[place] for place in sampled])
@@ -95,8 +101,26 @@ class StepSampler:
                 coupled = draw_coupled(probs[keyed], key, plan.positions[at[keyed]])
                 for i, token in zip(keyed, coupled.tolist(), strict=True):
                     tokens[sampled[i]] = token
+            if self._sampled:
+                drawn_tokens = torch.tensor([tokens[place] for place in sampled])
+                chosen = probs.gather(1, drawn_tokens.to(probs.device)[:, None])[:, 0].tolist()
+                for place, probability, gap in zip(
+                    sampled,
+                    chosen,
+                    self._gaps_of(probs.log() if self._gaps else probs),
+                    strict=True,
+                ):
+                    self._state.note(states[plan.draft_rows[place]], True, probability, gap)
         for row, token in zip(plan.draft_rows, tokens, strict=True):
             self._state.add_draft(plan.slots[row], states[row], token)
+
+    def _gaps_of(self, logits: torch.Tensor) -> list[float]:
+        """Differences of the two highest values of ``[n, V]``; zeros where nobody asks."""
+        if not self._gaps:
+            return [0.0] * len(logits)
+        best = logits.topk(2, dim=-1).values
+        gaps: list[float] = (best[:, 0] - best[:, 1]).tolist()
+        return gaps
 
     def _verify(
         self,

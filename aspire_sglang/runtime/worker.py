@@ -38,9 +38,30 @@ from aspire_sglang.runtime.spec_inputs import MixedForwardInput, NextStepInput
 from aspire_sglang.runtime.switch import draft_limit
 from aspire_sglang.runtime.telemetry import Telemetry
 from aspire_sglang.speculation.acceptance import AcceptanceEstimator, make_estimator
+from aspire_sglang.speculation.confidence import ConfidenceCalibration
 from aspire_sglang.speculation.cost_model import StepShape
+from aspire_sglang.speculation.predictor import AcceptancePredictor
 
 logger = logging.getLogger(__name__)
+
+
+def check_for_ranks(config: AspireConfig, ranks: Ranks) -> None:
+    """Refuse what several ranks are not made to agree on.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    shared = ("refresh", "last_verify", "window")
+    if not ranks.alone and config.context.selection not in shared:
+        raise ConfigError(
+            f"context.selection {config.context.selection} runs without tensor parallelism only: "
+            f"with --tp-size use {', '.join(shared)}"
+        )
+    if not ranks.alone and config.scheduler.predictor == "regression":
+        raise ConfigError(
+            "scheduler.predictor regression runs without tensor parallelism only: with --tp-size "
+            "use bins"
+        )
 
 
 class AspireWorker(BaseSpecWorker):
@@ -67,6 +88,7 @@ class AspireWorker(BaseSpecWorker):
         self.ranks = Ranks.of_model()
         self.rank_check = RankCheck(self.ranks) if check_wanted() else None
         self.config = self._effective(load_config())
+        check_for_ranks(self.config, self.ranks)
         self.telemetry = Telemetry(self.config)
         self.telemetry.ranks = self._describe_ranks
         logger.info("ASPIRE: %s", describe(self.config))
@@ -120,12 +142,20 @@ class AspireWorker(BaseSpecWorker):
         return host_step(self, slots, seq_len, pending, verify)
 
     def _make_sampler(self) -> Any:
-        return StepSampler(self.state, confidence=self.config.scheduler.confidence)
+        scheduler = self.config.scheduler
+        return StepSampler(
+            self.state,
+            confidence=scheduler.confidence,
+            sampled=scheduler.sampled_confidence,
+            gaps=scheduler.predictor == "regression",
+        )
 
     def _apply_config(self, config: AspireConfig) -> None:
         context = self.model_runner.attn_backend.configure_context(config.context)
         self.config = config
         scheduler = config.scheduler
+        regression = scheduler.predictor == "regression"
+        self.state.use_judges(AcceptancePredictor if regression else ConfidenceCalibration)
         self.sampler = self._make_sampler()
         self.modes = ModeScheduler(
             scheduler,
@@ -158,6 +188,7 @@ class AspireWorker(BaseSpecWorker):
             ConfigError: the file is not valid, or asks for what needs a restart.
         """
         config = self.ranks.from_first(load_config)
+        check_for_ranks(config, self.ranks)
         if config.gamma_max > self.speculative_num_steps:
             raise ConfigError(
                 f"gamma_max {config.gamma_max} needs a restart: this server holds at most "
@@ -209,9 +240,9 @@ class AspireWorker(BaseSpecWorker):
             draft_tokens=self.state.tokens,
             req_to_token=self.req_to_token_pool.req_to_token,
         )
-        if self.rank_check is not None:
-            lists = self.model_runner.attn_backend.context.lists
-            self.rank_check.compare(plan, lists, tuple(self.cost.model.coefficients))
+        context = self.model_runner.attn_backend.context
+        if self.rank_check is not None and context.layer_lists is None:
+            self.rank_check.compare(plan, context.lists, tuple(self.cost.model.coefficients))
         bonus = batch.spec_info.bonus_tokens
         forward = self._forward(batch, plan)
         outcome = self._sample(batch, plan, states, forward)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from aspire_sglang.speculation.acceptance import MAX_RATE
 from aspire_sglang.speculation.cost_model import Array, CostModel
-from aspire_sglang.speculation.rows import RowState, check_at_least_one
+from aspire_sglang.speculation.rows import RowState, StepwisePolicy, check_at_least_one
 
 #: Rounding must not break a tie in favour of the longer draft.
 _TIE = 1e-12
@@ -51,7 +51,7 @@ class _Rule(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _AdaptivePolicy:
+class _AdaptivePolicy(StepwisePolicy):
     """What the rules have in common: first drafts, and probes where drafting does not pay.
 
     The first draft of a request has length ``first_draft`` whatever the rule says, as there is no
@@ -334,6 +334,7 @@ class AspirePolicy(_AdaptivePolicy):
     """
 
     name: ClassVar[str] = "aspire"
+    plans: ClassVar[bool] = True
     rule: ClassVar[type[_Rule]] = Throughput
 
     def plan(
@@ -345,21 +346,16 @@ class AspirePolicy(_AdaptivePolicy):
         plain_ratio: float = 1.0,
         probe: bool | None = None,
     ) -> list[int]:
-        """Drafts of the coming run of some rows, in a batch of ``batch`` rows.
-
-        What :meth:`decide` would do step by step where nothing is learnt of pending drafts: each
-        of its decisions follows from the state at the start of the run.
-
-        Args:
-            together: several requests of the batch are in their first draft.
-            plain_ratio: what a step takes in which nobody drafts, of what ``cost`` predicts.
-            probe: where no row drafts, whether all probe now, instead of each by its own count.
-        """
+        """See :class:`Policy`."""
         rule = self.rule.of(rows, cost, self.gamma_max, batch, plain_ratio)
         rates = np.array([row.rate for row in rows], dtype=np.float64)
         best = rule.best_lengths(rates)
         alone = len(rows) == batch and not any(best)
         return self._runs(rows, rule, best, together, probe if alone else None)
+
+    def until_probe(self, verifies: int) -> int:
+        """See :class:`Policy`."""
+        return self.probe_interval - 1 - (verifies + 1) % self.probe_interval
 
 
 @dataclass(frozen=True, slots=True)

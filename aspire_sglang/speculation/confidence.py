@@ -10,8 +10,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 _FINEST = 1e-6
+
+
+class RunJudge(Protocol):
+    """Learns from verifies how likely a pending run is to be accepted."""
+
+    def token(self, probability: float, gap: float, position: int, rate: float) -> Any:
+        """What to keep of a draft token that has just been drawn.
+
+        Args:
+            probability: the draft's probability of it.
+            gap: difference of the two highest log-probabilities of the draft.
+            position: drafts of the run before it.
+            rate: recent acceptance rate of its request, in (0, 1).
+        """
+        ...
+
+    def survival(self, tokens: Sequence[Any], expected: float) -> float:
+        """Probability that a whole pending run is accepted; 1 for an empty run.
+
+        Args:
+            tokens: what was kept of its tokens, in order.
+            expected: recent acceptance rate of the request.
+        """
+        ...
+
+    def observe(self, tokens: Sequence[Any], accepted: int) -> None:
+        """Learn from one verify, of which the first ``accepted`` tokens were accepted.
+
+        Raises:
+            ValueError: unless ``0 <= accepted <= len(tokens)``.
+        """
+        ...
 
 
 class ConfidenceCalibration:
@@ -41,6 +74,10 @@ class ConfidenceCalibration:
         self._strength = prior_strength
         self._accepted = [0.0] * bins
         self._seen = [0.0] * bins
+
+    def token(self, probability: float, gap: float, position: int, rate: float) -> float:
+        """What to keep of a draft token; see :class:`RunJudge`. Only its probability matters."""
+        return probability
 
     def rate(self, probability: float, expected: float) -> float:
         """Probability that a draft of this probability is accepted, given that its run was so far.

@@ -10,11 +10,11 @@ import numpy as np
 
 from aspire_sglang.speculation.adaptive import Throughput
 from aspire_sglang.speculation.cost_model import CostModel
-from aspire_sglang.speculation.rows import RowState, check_at_least_one
+from aspire_sglang.speculation.rows import RowState, StepwisePolicy, check_at_least_one
 
 
 @dataclass(frozen=True, slots=True)
-class GlobalLengthPolicy:
+class GlobalLengthPolicy(StepwisePolicy):
     """One draft length for all requests, from the paper's rule on their mean (an ablation).
 
     What it loses against the policy ``aspire`` is what a length per request is worth. Requests

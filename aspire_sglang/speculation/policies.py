@@ -11,14 +11,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from aspire_sglang.speculation.ablations import ConstantCostPolicy, FeedbackPolicy
 from aspire_sglang.speculation.adaptive import AspirePolicy, ShadowPricePolicy
 from aspire_sglang.speculation.cost_model import CostModel
 from aspire_sglang.speculation.global_length import GlobalLengthPolicy
-from aspire_sglang.speculation.rows import Policy, RowState, check_at_least_one
+from aspire_sglang.speculation.rows import (
+    Policy,
+    RowState,
+    StepwisePolicy,
+    check_at_least_one,
+)
 
 __all__ = [
     "AspirePolicy",
     "AutoregressivePolicy",
+    "ConstantCostPolicy",
+    "FeedbackPolicy",
     "FixedPolicy",
     "GlobalLengthPolicy",
     "Policy",
@@ -31,7 +39,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class AutoregressivePolicy:
+class AutoregressivePolicy(StepwisePolicy):
     """Plain decoding: every row verifies at every step, so no draft ever starts."""
 
     name: ClassVar[str] = "ar"
@@ -42,7 +50,7 @@ class AutoregressivePolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class FixedPolicy:
+class FixedPolicy(StepwisePolicy):
     """Synchronized speculation: the batch drafts ``gamma`` tokens, then every row verifies.
 
     The barrier falls when the row furthest ahead has ``gamma`` drafts (or the most that any row
@@ -71,7 +79,7 @@ class FixedPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class StaggeredPolicy:
+class StaggeredPolicy(StepwisePolicy):
     """Fixed stride with spread phases: about B/(gamma + 1) of B rows verify at each step.
 
     SparseSpec's unified schedule (arXiv 2512.01278). The first round of a row is cut short to
@@ -106,6 +114,8 @@ _POLICIES: dict[str, Callable[..., Policy]] = {
     AspirePolicy.name: AspirePolicy,
     ShadowPricePolicy.name: ShadowPricePolicy,
     GlobalLengthPolicy.name: GlobalLengthPolicy,
+    FeedbackPolicy.name: FeedbackPolicy,
+    ConstantCostPolicy.name: ConstantCostPolicy,
 }
 
 

@@ -25,6 +25,7 @@ class RowState:
         slot: a number that it keeps while it runs; used to spread requests over phases.
         survival: estimated probability that all its pending drafts are accepted; None to take
             ``rate ** pending``.
+        length: its draft length by the feedback rule, see ``ablations.adjusted_length``.
     """
 
     committed: int
@@ -36,16 +37,74 @@ class RowState:
     age: int = 0
     slot: int = 0
     survival: float | None = None
+    length: int = 1
 
 
 class Policy(Protocol):
-    """Decides, for every running request, between drafting and verifying."""
+    """Decides, for every running request, between drafting and verifying.
+
+    Attributes:
+        name: as the configuration spells it.
+        plans: a run's length follows from the state at its start, so :meth:`plan` may be asked then
+            instead of :meth:`decide` at every step.
+    """
 
     name: ClassVar[str]
+    plans: ClassVar[bool]
 
     def decide(self, rows: Sequence[RowState], cost: CostModel) -> list[bool]:
         """One answer per row, in order: True to verify, False to draft."""
         ...
+
+    def plan(
+        self,
+        rows: Sequence[RowState],
+        cost: CostModel,
+        batch: int,
+        together: bool,
+        plain_ratio: float = 1.0,
+        probe: bool | None = None,
+    ) -> list[int]:
+        """Drafts of the coming run of some rows, in a batch of ``batch`` rows.
+
+        What :meth:`decide` would do step by step where nothing is learnt of pending drafts.
+
+        Args:
+            together: several requests of the batch are in their first draft.
+            plain_ratio: what a step takes in which nobody drafts, of what ``cost`` predicts.
+            probe: where no row drafts, whether all probe now, instead of each by its own count.
+
+        Raises:
+            NotImplementedError: the policy does not plan.
+        """
+        ...
+
+    def until_probe(self, verifies: int) -> int:
+        """Verifies for which a plan of no drafts holds, for a row that has had ``verifies``."""
+        ...
+
+
+class StepwisePolicy:
+    """The part of a policy that has to be asked at every step."""
+
+    __slots__ = ()
+    plans: ClassVar[bool] = False
+
+    def plan(
+        self,
+        rows: Sequence[RowState],
+        cost: CostModel,
+        batch: int,
+        together: bool,
+        plain_ratio: float = 1.0,
+        probe: bool | None = None,
+    ) -> list[int]:
+        """See :class:`Policy`."""
+        raise NotImplementedError(f"{type(self).__name__} decides step by step")
+
+    def until_probe(self, verifies: int) -> int:
+        """See :class:`Policy`."""
+        return 0
 
 
 def check_at_least_one(value: int, name: str) -> None:

@@ -199,3 +199,17 @@ def test_pages_that_do_not_nest_are_refused():
 def test_step_order_is_stable():
     step = HostStep.build([5, 6, 7], [0, 0, 0], [True, False, True])
     assert np.array_equal(step.order, [1, 0, 2])
+
+
+@pytest.mark.parametrize(
+    "refresh",
+    [
+        RefreshConfig("hybrid", 1, True),
+        RefreshConfig("last_verify_per_layer", 1, True),
+        RefreshConfig("delta", 1, True, group_layers=(0, 2)),
+    ],
+    ids=lambda refresh: refresh.source,
+)
+def test_lists_of_single_layers_are_refused(refresh):
+    with pytest.raises(ValueError, match=f"selection {refresh.source} runs on a CPU only"):
+        Model(16, refresh)

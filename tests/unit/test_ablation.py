@@ -6,7 +6,7 @@ from bench.ablation import _best, variants
 
 def test_every_variant_is_a_configuration():
     found = variants([4, 8])
-    assert sum(map(len, found.values())) == 1 + 5 * 2 + 5
+    assert sum(map(len, found.values())) == 1 + 5 * 2 + 6 + 1 + 3 + 4
     for several in found.values():
         for settings in several:
             AspireConfig.model_validate(settings)

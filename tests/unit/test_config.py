@@ -88,3 +88,19 @@ def test_describe_names_every_leaf():
     text = describe(AspireConfig())
     for name in ("gamma_max=16", "context.refresh_layer=None", "scheduler.acceptance.kind="):
         assert name in text
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("{context: {own_share: 0.3}}", ["own_share needs selection hybrid, not refresh"]),
+        ("{context: {selection: hybrid, full_layers: 1}}", ["full_layers needs selection delta"]),
+        ("{context: {selection: delta, refresh_layers: [9, 3]}}", ["ascending order"]),
+        ("{context: {selection: delta, refresh_layers: []}}", ["ascending order"]),
+        ("{context: {selection: hybrid, own_share: 0}}", ["option 'context.own_share'"]),
+    ],
+)
+def test_options_without_an_effect_are_refused(text, parts):
+    with pytest.raises(ConfigError) as fault:
+        load_config(text)
+    assert all(part in str(fault.value) for part in parts)
