@@ -145,7 +145,7 @@ class GpuWorker(AspireWorker):
         choose_tokens(steps, view, output.next_token_logits)
 
     def share_tokens(self, relay: Any) -> None:
-        self.relay = relay
+        super().share_tokens(relay)
         # One memory, so that plain and mixed steps find each other's tokens.
         relay.share_tokens(self.device_state.bonus)
 

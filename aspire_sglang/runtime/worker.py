@@ -27,7 +27,8 @@ from aspire_sglang.runtime.hooks import verify_hooks
 from aspire_sglang.runtime.logit_rules import apply_logit_rules, restore_penalties
 from aspire_sglang.runtime.logprobs import report_logprobs
 from aspire_sglang.runtime.modes import ModeScheduler, Running
-from aspire_sglang.runtime.plain_steps import PlainSteps, count_plain_verifies
+from aspire_sglang.runtime.plain_steps import PlainSteps
+from aspire_sglang.runtime.plain_worker import PlainPhases
 from aspire_sglang.runtime.profile import host_step
 from aspire_sglang.runtime.rank_check import RankCheck, check_wanted
 from aspire_sglang.runtime.ranks import Ranks
@@ -64,7 +65,7 @@ def check_for_ranks(config: AspireConfig, ranks: Ranks) -> None:
         )
 
 
-class AspireWorker(BaseSpecWorker):
+class AspireWorker(PlainPhases, BaseSpecWorker):
     """Drives the target model as its own draft model.
 
     SGLang calls :meth:`forward_batch_generation` once per scheduler step. A prefill runs as in
@@ -367,8 +368,6 @@ class AspireWorker(BaseSpecWorker):
         drafts = self.state.tokens[req.req_pool_idx, : state.pending].tolist()
         return not run_is_complete(req, drafts, self.model_runner.model_config.vocab_size)
 
-    # -- phases of plain steps, see PlainSteps --
-
     def running(self, batch: Any) -> Running:
         """The requests of a batch as the online scheduler sees them."""
         states = [self.state.get(req.req_pool_idx, self._generation(req)) for req in batch.reqs]
@@ -378,39 +377,6 @@ class AspireWorker(BaseSpecWorker):
             for req, s, state in zip(batch.reqs, seq_lens, states, strict=True)
         ]
         return Running([req.req_pool_idx for req in batch.reqs], seq_lens, states, caps)
-
-    def plain_steps(self, batch: Any) -> tuple[int, Running]:
-        """For how many steps nobody will draft, 0 if somebody does or holds drafts."""
-        running = self.running(batch)
-        return self.modes.plain_steps(*running), running
-
-    def resumed_input(self, batch: Any, relay: Any) -> NextStepInput | None:
-        """What a batch carries that speculates again after a phase."""
-        return NextStepInput(bonus_tokens=relay.output_tokens_buf[batch.req_pool_indices])
-
-    def share_tokens(self, relay: Any) -> None:
-        """The scheduler made its relay of tokens between steps."""
-
-    def _plain_forward(self, batch: Any) -> GenerationBatchResult:
-        return self.target_worker.forward_batch_generation(batch)
-
-    def book_plain(self, req: Any, steps: int) -> None:
-        """Count plain steps whose tokens a request has."""
-        count_plain_verifies(req, steps)
-        if steps:
-            self.telemetry.plain(req.rid, steps)
-
-    def note_plain_phase(self, steps: int, shape: StepShape, seconds: float | None) -> None:
-        """A phase ended after ``steps`` steps, which took ``seconds`` each if that is known."""
-        self.modes.plain_ran(steps)
-        if seconds is not None:
-            predicted = self.cost.model.predict(shape)
-            self.cost.plain_speed.observe(shape.tokens, predicted, seconds)
-
-    def note_request_finished(self, rid: str, **_: Any) -> None:
-        """SGLang found a request finished; called before it reports the request's counters."""
-        if self.plain is not None:
-            self.plain.finished(rid)
 
     # -- events --
 

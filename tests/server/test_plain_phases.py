@@ -81,14 +81,20 @@ def test_texts_are_those_of_plain_decoding(plain, phases):
     assert block["draft_rows"] > 20
 
 
-def test_every_token_is_counted_once(phases):
-    """Plain steps are verifies of no drafts."""
+def test_every_token_is_counted_once(phases, request):
+    """Plain steps are verifies of no drafts.
+
+    The CPU's worker does not know what is still unsettled with overlap scheduling, so there its
+    last run may go beyond the end of the text.
+    """
+    beyond = FIXED["scheduler"]["gamma"] if "overlap" in request.node.name else 0
     for length in (2, 3, 30, 77):
         meta = phases.generate(LOOP, max_new_tokens=length, ignore_eos=True)["meta_info"]
         if meta.get("num_retractions"):
             continue
         verifies, accepted = meta["spec_verify_ct"], meta["spec_num_correct_drafts"]
-        assert 1 + verifies + accepted == meta["completion_tokens"] == length
+        assert meta["completion_tokens"] == length
+        assert length <= 1 + verifies + accepted <= length + beyond
         assert meta["aspire"]["verify_steps"] == verifies
         assert sum(meta["spec_correct_drafts_histogram"]) == verifies
 
