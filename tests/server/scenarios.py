@@ -85,10 +85,13 @@ def _asks(draw: st.DrawFn) -> Ask:
         options |= draw(st.sampled_from(SAMPLED))
     if kind in ("ruled", "both"):
         options |= draw(st.sampled_from(RULES))
+    new = draw(st.sampled_from((1, 2, 5, 12, 24, 40)))
+    if "min_new_tokens" in options:
+        options["min_new_tokens"] = min(options["min_new_tokens"], new)
     return Ask(
         prompt=draw(st.integers(0, len(PROMPTS) - 1)),
         length=draw(st.sampled_from((1, 2, 7, 17, 64, 200))),
-        new=draw(st.sampled_from((1, 2, 5, 12, 24, 40))),
+        new=new,
         options=options,
         greedy=kind == "greedy",
         fate=draw(st.sampled_from(("wait", "wait", "wait", "stream", "abort", "leave"))),
