@@ -65,6 +65,12 @@ def runs_of(recorded: dict[str, np.ndarray]) -> list[Run]:
     ]
 
 
+def read_runs(path: Path) -> list[Run]:
+    """The verifies recorded in an ``.npz`` file."""
+    with np.load(path) as recorded:
+        return runs_of({name: recorded[name] for name in recorded})
+
+
 class _ByRate:
     """The request's recent rate alone."""
 
@@ -167,8 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     found: dict[str, Any] = {}
     for path in options.tokens:
-        with np.load(path) as recorded:
-            runs = runs_of({name: recorded[name] for name in recorded})
+        runs = read_runs(path)
         rows = 1 + max(run["row"] for run in runs)
         held = {row for row in range(rows) if row // options.rows_per_text % 2}
         found[path.stem] = {

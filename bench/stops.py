@@ -19,14 +19,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 
 from aspire_sglang.speculation.acceptance import BetaAcceptance
 from aspire_sglang.speculation.confidence import ConfidenceCalibration, RunJudge
 from aspire_sglang.speculation.cost_model import CostModel, StepShape
 from aspire_sglang.speculation.policies import AspirePolicy, RowState
 from aspire_sglang.speculation.predictor import AcceptancePredictor
-from bench.predictors import Run, runs_of
+from bench.predictors import Run, read_runs
 from bench.simulator import TWO_CORES
 
 Stop = Callable[[Run, float], int]
@@ -134,8 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cost = CostModel(options.fixed, options.per_token, options.per_kv, options.per_pair)
     results = {}
     for path in options.tokens:
-        with np.load(path) as recorded:
-            runs = runs_of({name: recorded[name] for name in recorded})
+        runs = read_runs(path)
         longest = len(runs[0]["token_prob"])
         batch = Batch(options.rows, options.context, options.draft_kv, longest, cost)
         results[path.stem] = found = compare(runs, batch)
