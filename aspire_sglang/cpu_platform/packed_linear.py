@@ -20,7 +20,7 @@ from aspire_sglang.cpu_platform.onednn_linear import OneDnnLinear
 from aspire_sglang.cpu_platform.panel_linear import PanelLinear
 
 Packed = OneDnnLinear | PanelLinear
-_NAMES = {OneDnnLinear: "oneDNN", PanelLinear: "panels"}
+_NAMES: dict[type[Packed], str] = {OneDnnLinear: "oneDNN", PanelLinear: "panels"}
 
 
 def layouts(dtype: torch.dtype) -> list[type[Packed]]:
