@@ -71,6 +71,9 @@ class Lab:
         engine = self.engines.get("aspire")
         if engine and not engine.ask("configure", text=SETTINGS.get(name, name)):
             raise ValueError(f"settings {name} were not taken")
+        if engine:
+            below = 0.0 if name == "unpaired" else None
+            engine.ask("collective_rpc", method="probe_pairs", below=below)
         return engine
 
     def mixed_lengths(self, count: int) -> list[list[int]]:

@@ -16,6 +16,20 @@ MAX_DYNAMIC_ROWS = 992
 # tokens on an H200. Rows that are all alike lose up to 4 % by a fixed number.
 MIXED_SPLITS = 8
 
+# With heads of 128 FlashAttention has a tile of 64 rows for calls whose longest row fits into it:
+# queries times the query heads of a KV head. It reads 60 instead of 75 us of sparse contexts per
+# layer, and whole ones in 715 instead of 905 us, at 24 x 30,000 tokens with 32/8 heads on an H200.
+_SMALL_TILE = 64
+_SMALL_TILE_HEAD = 128
+# Shorter rows than these would be a high price for it.
+_LEAST_QUERIES = 8
+
+
+def small_tile_queries(num_heads: int, num_kv_heads: int, head_dim: int) -> int | None:
+    """Most queries of a row with which every call takes the small tile; None if it has no use."""
+    queries = _SMALL_TILE // (num_heads // num_kv_heads)
+    return queries if head_dim == _SMALL_TILE_HEAD and queries >= _LEAST_QUERIES else None
+
 
 class Fa3MixedAttention:
     """``flash_attn_with_kvcache`` over a page table, as SGLang's ``fa3`` backend calls it.

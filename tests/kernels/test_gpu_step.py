@@ -32,6 +32,30 @@ def lay_out(buffers, step, rows, tokens, seq_lens, state, table, drafts_vote=Tru
     return view
 
 
+def test_rows_that_are_left_out():
+    step = HostStep.build([1, 2, 3, 4], [0, 2, 3, 5], [False, True, False, True], left_out=[2, 3])
+    assert (step.num_drafts, step.num_tokens) == (1, 4)
+    assert (step.draft_rows, step.verify_rows) == ([0], [1])
+    packed = pack_step(step, 3, 4, drafts_vote=True)
+    view = StepBuffers(4, 20, "cpu").load(packed, 3, 4)
+    assert view.slots.tolist() == [1, 2, -1]
+    assert view.token_row.tolist() == [0, 1, 1, 1]
+
+
+def test_steps_that_a_graph_holds_lie_where_it_reads():
+    buffers = StepBuffers(4, 20, "cpu")
+    before = buffers.view(2, 8)
+    graph = [torch.zeros(10, dtype=torch.int64) for _ in range(3)]
+    buffers.adopt(*graph)
+    small, large = buffers.view(2, 8), buffers.view(4, 20)
+    assert buffers.adopted
+    for view, place in zip((small.input_ids, small.positions, small.out_cache_loc), graph, strict=True):
+        assert view.data_ptr() == place.data_ptr()
+        assert view.shape == (8,)
+    assert large.input_ids.data_ptr() == before.input_ids.data_ptr() != graph[0].data_ptr()
+    assert small.token_row.data_ptr() == before.token_row.data_ptr()
+
+
 def test_layout_with_padding():
     table = (torch.arange(5).view(5, 1) * 1000 + torch.arange(200).view(1, 200)).int()
     state = SimpleNamespace(

@@ -222,6 +222,76 @@ def test_counts_on(monkeypatch, late, tiers):
     assert all(state.unsettled == 0 for state in made.state._slots.values())
 
 
+@pytest.mark.parametrize("late", [0, 1], ids=["at-once", "one-step-late"])
+@pytest.mark.parametrize("policy", ["staggered, gamma: 3", "staggered, gamma: 1", "fixed, gamma: 2"])
+def test_pairs_of_steps_write_what_single_steps_write(monkeypatch, late, policy):
+    found = {}
+    for below in (0.0, 1.0):
+        monkeypatch.setattr(gpu_worker, "PAIRED_BELOW", below)
+        made = make(monkeypatch, [2, 5, 10, 15])
+        monkeypatch.setenv(
+            "ASPIRE_CONFIG", f"{{scheduler: {{policy: {policy}}}, cost_profile: false}}"
+        )
+        made.reload_config()
+        made._mixed_graphs = Graphs(made)
+        batch = Batch([10, 20, 30], new_tokens=14)
+        batch.reqs[1].sampling_params.max_new_tokens = 9
+        start(made, batch)
+        queue, rows, both = [], [], 0
+        while any(len(r.output_ids) < r.sampling_params.max_new_tokens for r in batch.reqs):
+            before = made._in_row
+            result = batch.decode(made)
+            both += made._in_row - before == 2
+            rows.append(getattr(result, VERIFIED_ROWS))
+            queue.append((batch.snapshot(), result))
+            if len(queue) > late:
+                batch.process(*queue.pop(0))
+        for each in queue:
+            batch.process(*each)
+        # SGLang processes the rows of a result one by one: nobody may be in it twice.
+        assert all(len(set(row)) == len(row) for row in rows)
+        assert (both > 2) == (below > 0)
+        assert batch.seq_lens.tolist() == [req.kv_committed_len for req in batch.reqs]
+        assert all(state.unsettled == 0 for state in made.state._slots.values())
+        assert made.telemetry.totals["accepted_drafts"] > 5
+        found[below] = [req.output_ids[: req.sampling_params.max_new_tokens] for req in batch.reqs]
+    assert found[0.0] == found[1.0]
+    assert [len(text) for text in found[1.0]] == [14, 9, 14]
+
+
+class Graphs:
+    """SGLang's graphs: they read the step from the buffers."""
+
+    def __init__(self, made) -> None:
+        self._runner = made.model_runner
+
+    def replay(self, tokens: int):
+        places = min(tokens, self._runner.decode_cuda_graph_runner.max_bs)
+        ids = self._runner.attn_backend.steps.view(places, tokens).input_ids
+        logits = torch.nn.functional.one_hot((ids + 1) % VOCAB, VOCAB).float()
+        for hook in self._runner.capture_tail_hooks:
+            output = SimpleNamespace(next_token_logits=logits)
+            hook(None, output, SimpleNamespace(batch_size=places), tokens)
+        return logits
+
+
+def test_steps_are_paired_only_where_they_fit(monkeypatch):
+    """Not where the device takes long, nobody would draft in between, or no graph holds them."""
+    monkeypatch.setattr(gpu_worker, "PAIRED_BELOW", 1.0)
+    made = make(monkeypatch, [3])
+    made._mixed_graphs = Graphs(made)
+    batch = Batch([10, 20, 30], new_tokens=40)
+    start(made, batch)
+    batch.decode(made)
+    assert made._in_row == 2
+    # A verify of three drafts each has twelve tokens, more than the graph.
+    batch.decode(made)
+    assert made._in_row == 3
+    batch.decode(made)
+    assert made._in_row == 4
+    assert [state.pending for state in made.state._slots.values()] == [0, 0, 0]
+
+
 def start(made, batch):
     batch.req_to_token_pool = made.req_to_token_pool
     first = made.forward_batch_generation(batch)
