@@ -122,10 +122,10 @@ def probe_replay(scheduler: Any, rate: float) -> None:
 
 def probe_pairs(_: Any, below: float | None) -> None:
     """Launch steps in pairs that take less than ``below`` seconds, or as by default."""
-    from aspire_sglang.runtime import gpu_worker
+    from aspire_sglang.runtime import gpu_step
 
-    _PAIRED.append(gpu_worker.PAIRED_BELOW)
-    gpu_worker.PAIRED_BELOW = _PAIRED[0] if below is None else below
+    _PAIRED.append(gpu_step.PAIRED_BELOW)
+    gpu_step.PAIRED_BELOW = _PAIRED[0] if below is None else below
 
 
 _PAIRED: list[float] = []

@@ -72,7 +72,7 @@ class MixedGraphs:
         self._model_runner = model_runner
         runner = model_runner.decode_cuda_graph_runner
         self._backend = runner.backend
-        self._keys = {tokens: runner._make_graph_key(tokens) for tokens in runner.capture_num_tokens}
+        self._keys = {tier: runner._make_graph_key(tier) for tier in runner.capture_num_tokens}
 
     @classmethod
     def of(cls, model_runner: Any) -> MixedGraphs | None:

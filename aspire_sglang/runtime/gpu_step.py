@@ -16,6 +16,10 @@ from aspire_sglang.speculation.cost_model import StepShape
 # Steps take a few milliseconds and learning from one a fifth of one.
 OBSERVED_SHARE = 0.1
 
+# Steps that take the device less, in seconds, are launched in pairs: then the scheduler's own work
+# for a step, which takes as long, is done once for two. Longer ones hide it.
+PAIRED_BELOW = 6e-3
+
 
 @dataclass(frozen=True)
 class Staged:

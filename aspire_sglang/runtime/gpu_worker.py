@@ -27,6 +27,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from aspire_sglang.attention.step_buffers import HostStep, StepView, pack_step
 from aspire_sglang.config import AspireConfig, ConfigError
 from aspire_sglang.kernels.step_layout import lay_out_step
+from aspire_sglang.runtime import gpu_step
 from aspire_sglang.runtime.batching import step_shape
 from aspire_sglang.runtime.device_sampler import DeviceSampler, RequestSampling, choose_tokens
 from aspire_sglang.runtime.device_state import DeviceState
@@ -44,10 +45,6 @@ logger = logging.getLogger(__name__)
 
 # Mixed steps after something else ran whose times say little: the host is busy with what ran.
 UNSETTLED_STEPS = 3
-
-# Steps that take the device less, in seconds, are launched in pairs: then the scheduler's own work
-# for a step, which takes as long, is done once for two. Longer ones hide it.
-PAIRED_BELOW = 6e-3
 
 # In a pair positions move on by four at most before the host learns of the first; the slots that
 # are kept in reserve, twice the most queries of a row, must hold them behind a full run of drafts.
@@ -250,7 +247,7 @@ class GpuWorker(AspireWorker):
         No request may verify in both.
         """
         graphs, feedback = self._mixed_graphs, first.feedback
-        short = self.cost.model.predict(feedback.shape) < PAIRED_BELOW
+        short = self.cost.model.predict(feedback.shape) < gpu_step.PAIRED_BELOW
         most = self.speculative_num_steps
         roomy = 2 * (most + 1) >= most + _PAIR_MOVES
         everybody = len(feedback.verified) == len(running.slots)

@@ -49,7 +49,8 @@ def test_steps_that_a_graph_holds_lie_where_it_reads():
     buffers.adopt(*graph)
     small, large = buffers.view(2, 8), buffers.view(4, 20)
     assert buffers.adopted
-    for view, place in zip((small.input_ids, small.positions, small.out_cache_loc), graph, strict=True):
+    found = small.input_ids, small.positions, small.out_cache_loc
+    for view, place in zip(found, graph, strict=True):
         assert view.data_ptr() == place.data_ptr()
         assert view.shape == (8,)
     assert large.input_ids.data_ptr() == before.input_ids.data_ptr() != graph[0].data_ptr()

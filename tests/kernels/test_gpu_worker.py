@@ -14,7 +14,7 @@ pytest.importorskip("sglang.srt.speculative.base_spec_worker")
 from aspire_sglang.attention.step_buffers import StepBuffers
 from aspire_sglang.context.selection import SelectionConfig
 from aspire_sglang.context.sparse import RefreshConfig, SparseContext
-from aspire_sglang.runtime import gpu_worker, worker
+from aspire_sglang.runtime import gpu_step, gpu_worker, worker
 from aspire_sglang.runtime import plain_steps as plain_steps_module
 from aspire_sglang.runtime.plain_steps import PLAIN_PHASE
 from aspire_sglang.runtime.results import FEEDBACK, VERIFIED_ROWS
@@ -223,11 +223,13 @@ def test_counts_on(monkeypatch, late, tiers):
 
 
 @pytest.mark.parametrize("late", [0, 1], ids=["at-once", "one-step-late"])
-@pytest.mark.parametrize("policy", ["staggered, gamma: 3", "staggered, gamma: 1", "fixed, gamma: 2"])
+@pytest.mark.parametrize(
+    "policy", ["staggered, gamma: 3", "staggered, gamma: 1", "fixed, gamma: 2"]
+)
 def test_pairs_of_steps_write_what_single_steps_write(monkeypatch, late, policy):
     found = {}
     for below in (0.0, 1.0):
-        monkeypatch.setattr(gpu_worker, "PAIRED_BELOW", below)
+        monkeypatch.setattr(gpu_step, "PAIRED_BELOW", below)
         made = make(monkeypatch, [2, 5, 10, 15])
         monkeypatch.setenv(
             "ASPIRE_CONFIG", f"{{scheduler: {{policy: {policy}}}, cost_profile: false}}"
@@ -277,7 +279,7 @@ class Graphs:
 
 def test_steps_are_paired_only_where_they_fit(monkeypatch):
     """Not where the device takes long, nobody would draft in between, or no graph holds them."""
-    monkeypatch.setattr(gpu_worker, "PAIRED_BELOW", 1.0)
+    monkeypatch.setattr(gpu_step, "PAIRED_BELOW", 1.0)
     made = make(monkeypatch, [3])
     made._mixed_graphs = Graphs(made)
     batch = Batch([10, 20, 30], new_tokens=40)
