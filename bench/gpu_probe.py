@@ -11,6 +11,7 @@ engine; nothing of it is installed. What it does is chosen by environment variab
 * ``PROBE_REPLAY=0.9``: drafts are accepted at that rate whatever the model says, for random
   weights, whose own acceptance says nothing; ``probe_replay`` changes the rate;
 * ``PROBE_PHASES=1``: phases of plain steps begin at random and have random lengths;
+* ``PROBE_READS_ALL=1``: at the refresh layer draft rows attend to everything;
 * ``PROBE_PAIRS``: steps that take the device less than so many seconds are launched in pairs.
 """
 
@@ -56,6 +57,10 @@ def load() -> None:
         _replay(float(os.environ["PROBE_REPLAY"]))
     if os.environ.get("PROBE_PHASES"):
         _random_phases()
+    if os.environ.get("PROBE_READS_ALL"):
+        from aspire_sglang.attention import gpu_mixed
+
+        gpu_mixed.REFRESH_READS_ALL = True
     if os.environ.get("PROBE_PAIRS"):
         probe_pairs(None, float(os.environ["PROBE_PAIRS"]))
 

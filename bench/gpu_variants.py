@@ -40,6 +40,8 @@ TINY = "{context: {min_pages: 10, ratio: 0.01}, scheduler: {policy: staggered, g
 VARIANTS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
     "stock": (STOCK, "", ONLY_PROBE),
     "aspire": (ASPIRE, os.environ.get("ASPIRE_BENCH_CONFIG", ""), {}),
+    # The refresh layer's own attention reads everything.
+    "reads_all": (ASPIRE, "", {"PROBE_READS_ALL": "1"}),
     "eager": ({**ASPIRE, **SMALL, **EAGER}, STAGGERED, {}),
     "graphs": ({**ASPIRE, **SMALL, "disable_overlap_schedule": True}, STAGGERED, {}),
     "overlap": ({**ASPIRE, **SMALL}, STAGGERED, {}),

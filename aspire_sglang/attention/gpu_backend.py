@@ -14,6 +14,7 @@ import torch
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from aspire_sglang.attention import gpu_mixed
 from aspire_sglang.attention.gpu_mixed import GpuMixedAttention
 from aspire_sglang.attention.mixed import AttentionSpec, create_mixed_attention
 from aspire_sglang.attention.step_buffers import StepBuffers
@@ -75,6 +76,7 @@ class GpuAttentionBackend(FlashAttentionBackend):
             page_size=self.page_size,
             max_rows=max_rows,
             max_seqlen_q=width,
+            refresh_reads_all=gpu_mixed.REFRESH_READS_ALL,
         )
         logger.info(
             "ASPIRE: page tables and scores of %d rows: %.2f GB", max_rows, self._mixed.memory / 1e9
