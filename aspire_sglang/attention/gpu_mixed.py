@@ -26,7 +26,6 @@ from aspire_sglang.kernels.page_tables import build_tables
 from aspire_sglang.kernels.refresh_tables import refresh_tables
 from aspire_sglang.kernels.vote_rows import VoteRows
 
-
 REFRESH_READS_ALL = False
 """Whether draft rows attend to everything at the refresh layer of a server."""
 

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-forward_batch_info = pytest.importorskip("sglang.srt.model_executor.forward_batch_info")
+pytest.importorskip("sglang.srt.model_executor.forward_batch_info")
 
 from sglang.srt.eplb import expert_distribution
+from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
 
 from aspire_sglang.runtime.gpu_graphs import MixedGraphs
