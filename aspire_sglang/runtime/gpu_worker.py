@@ -35,6 +35,7 @@ from aspire_sglang.runtime.draft_state import SlotState
 from aspire_sglang.runtime.gpu_graphs import MixedGraphs, PlainGraphs, TierLayout, tier_of
 from aspire_sglang.runtime.gpu_step import Feedback, Joined, Launched, Staged
 from aspire_sglang.runtime.modes import Running
+from aspire_sglang.runtime.reserve import warm_up
 from aspire_sglang.runtime.results import FEEDBACK, VERIFIED_ROWS
 from aspire_sglang.runtime.spec_inputs import NextStepInput, StagedForwardInput
 from aspire_sglang.runtime.switch import draft_limit
@@ -75,10 +76,22 @@ class GpuWorker(AspireWorker):
             if self._mixed_graphs is None:
                 logger.info("ASPIRE: mixed steps are replayed by SGLang's own code")
         super().init_cuda_graphs()
+        self._warm_up()
         # What is there now stays: no collection of garbage need look at it again, which would take
         # longer than several steps.
         gc.collect()
         gc.freeze()
+
+    def _warm_up(self) -> None:
+        """Compile what the first requests would wait for."""
+        table = self.req_to_token_pool.req_to_token
+        if table.is_cuda:
+            warm_up(table, self.req_to_token_pool.size)
+        # Row 0 of the table is SGLang's padding.
+        step = HostStep.build([0], [0], [True])
+        staged = self.stage(step, torch.zeros(1, dtype=torch.int64, device=table.device))
+        logits = torch.empty(0, device=table.device)
+        self.sampler.step(step, staged.view, logits, None, [], filtered=False, chosen=True)
 
     def alloc_memory_pool(self, req_to_token_pool: Any = None, **kwargs: Any) -> None:
         super().alloc_memory_pool(req_to_token_pool=req_to_token_pool, **kwargs)
