@@ -261,16 +261,63 @@ def test_pairs_of_steps_write_what_single_steps_write(monkeypatch, late, policy)
     assert [len(text) for text in found[1.0]] == [14, 9, 14]
 
 
-class Graphs:
-    """SGLang's graphs: they read the step from the buffers."""
+@pytest.mark.parametrize("late", [0, 1], ids=["at-once", "one-step-late"])
+def test_pairs_draw_the_same_samples(monkeypatch, late):
+    """Whatever the drafts are worth: the noise belongs to a request and a position."""
+    texts = []
+    for below in (0.0, 1.0):
+        monkeypatch.setattr(gpu_step, "PAIRED_BELOW", below)
+        made = make(monkeypatch, [2, 5, 10, 15])
+        monkeypatch.setenv(
+            "ASPIRE_CONFIG", "{scheduler: {policy: staggered, gamma: 3}, cost_profile: false}"
+        )
+        made.reload_config()
+        made._mixed_graphs = Graphs(made, noisy=True)
+        batch = Batch([10, 20, 30], new_tokens=30)
+        for req in batch.reqs[:2]:
+            params = req.sampling_params
+            params.top_k, params.top_p, params.min_p = 1 << 30, 1.0, 0.0
+            params.temperature = 0.8
+        start(made, batch)
+        queue, both = [], 0
+        while any(len(req.output_ids) < 30 for req in batch.reqs):
+            before = made._in_row
+            queue.append((batch.snapshot(), batch.decode(made)))
+            both += made._in_row - before == 2
+            if len(queue) > late:
+                batch.process(*queue.pop(0))
+        for each in queue:
+            batch.process(*each)
+        assert (both > 5) == (below > 0)
+        totals = made.telemetry.totals
+        assert totals["accepted_drafts"] > 10
+        assert totals["discarded_drafts"] > 10
+        texts.append([req.output_ids[:30] for req in batch.reqs])
+    assert texts[0] == texts[1]
+    assert len(set(texts[0][0])) > 10
 
-    def __init__(self, made) -> None:
+
+class Graphs:
+    """SGLang's graphs: they read the step from the buffers.
+
+    ``noisy``: the model is not sure of the next token, and drafts see it a little differently.
+    """
+
+    def __init__(self, made, noisy: bool = False) -> None:
         self._runner = made.model_runner
+        rng = torch.Generator().manual_seed(5)
+        self._target = 2 * torch.randn((VOCAB, VOCAB), generator=rng)
+        self._draft = self._target + 0.7 * torch.randn((VOCAB, VOCAB), generator=rng)
+        self._noisy = noisy
 
     def replay(self, tokens: int):
         places = min(tokens, self._runner.decode_cuda_graph_runner.max_bs)
-        ids = self._runner.attn_backend.steps.view(places, tokens).input_ids
+        view = self._runner.attn_backend.steps.view(places, tokens)
+        ids = view.input_ids
         logits = torch.nn.functional.one_hot((ids + 1) % VOCAB, VOCAB).float()
+        if self._noisy:
+            drafts = view.draft[view.token_row.clamp(min=0).long()].bool()
+            logits = torch.where(drafts[:, None], self._draft[ids], self._target[ids])
         for hook in self._runner.capture_tail_hooks:
             output = SimpleNamespace(next_token_logits=logits)
             hook(None, output, SimpleNamespace(batch_size=places), tokens)
