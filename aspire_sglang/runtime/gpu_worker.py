@@ -3,14 +3,14 @@
 A step is launched without waiting for the device. What it accepted becomes known when SGLang
 processes its result: at once, or with overlap scheduling while the next step runs. Until then the
 host knows the number of pending drafts exactly, as every verify leaves none, and the number of
-committed tokens up to one verify.
+committed tokens up to one verify. So it can launch two steps before SGLang sees a result, if no
+request verifies in both.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +33,7 @@ from aspire_sglang.runtime.device_sampler import DeviceSampler, RequestSampling,
 from aspire_sglang.runtime.device_state import DeviceState
 from aspire_sglang.runtime.draft_state import SlotState
 from aspire_sglang.runtime.gpu_graphs import MixedGraphs, PlainGraphs, TierLayout, tier_of
+from aspire_sglang.runtime.gpu_profile import device_step
 from aspire_sglang.runtime.gpu_step import Feedback, Joined, Launched, Staged
 from aspire_sglang.runtime.modes import Running
 from aspire_sglang.runtime.reserve import warm_up
@@ -53,7 +54,11 @@ _PAIR_MOVES = 4
 
 
 class GpuWorker(AspireWorker):
-    """See the module and :class:`AspireWorker`."""
+    """See the module and :class:`AspireWorker`.
+
+    Attributes:
+        mixed_graphs: graphs of mixed steps that are replayed at once, None where SGLang replays.
+    """
 
     plain_phases = True
 
@@ -62,7 +67,7 @@ class GpuWorker(AspireWorker):
         # Choosing the next tokens belongs to the captured forward: it saves its launches.
         target_worker.model_runner.capture_tail_hooks.append(self._choose_in_graph)
         self._plain_graphs: PlainGraphs | None = None
-        self._mixed_graphs: MixedGraphs | None = None
+        self.mixed_graphs: MixedGraphs | None = None
         # What was asked for this step before its batch was prepared.
         self._asked: tuple[list[Any], Running] | None = None
         # Mixed steps since something else ran.
@@ -72,8 +77,8 @@ class GpuWorker(AspireWorker):
     def init_cuda_graphs(self) -> None:
         if self.model_runner.decode_cuda_graph_runner is not None:
             self._plain_graphs = PlainGraphs(self.model_runner)
-            self._mixed_graphs = MixedGraphs.of(self.model_runner)
-            if self._mixed_graphs is None:
+            self.mixed_graphs = MixedGraphs.of(self.model_runner)
+            if self.mixed_graphs is None:
                 logger.info("ASPIRE: mixed steps are replayed by SGLang's own code")
         super().init_cuda_graphs()
         self._warm_up()
@@ -259,7 +264,7 @@ class GpuWorker(AspireWorker):
 
         No request may verify in both.
         """
-        graphs, feedback = self._mixed_graphs, first.feedback
+        graphs, feedback = self.mixed_graphs, first.feedback
         short = self.cost.model.predict(feedback.shape) < gpu_step.PAIRED_BELOW
         most = self.speculative_num_steps
         roomy = 2 * (most + 1) >= most + _PAIR_MOVES
@@ -328,8 +333,8 @@ class GpuWorker(AspireWorker):
         return view
 
     def _forward_staged(self, batch: Any, staged: Staged) -> GenerationBatchResult:
-        if self._mixed_graphs is not None and staged.layout is not None:
-            logits = self._mixed_graphs.replay(staged.layout.graph_num_tokens)
+        if self.mixed_graphs is not None and staged.layout is not None:
+            logits = self.mixed_graphs.replay(staged.layout.graph_num_tokens)
             output = LogitsProcessorOutput(next_token_logits=logits)
             return GenerationBatchResult(logits_output=output, can_run_cuda_graph=True)
         # SGLang snapshots the batch around this call, so it may be rebound freely.
@@ -385,40 +390,7 @@ class GpuWorker(AspireWorker):
     def profile_step(
         self, slots: list[int], seq_len: int, pending: int, verify: bool
     ) -> tuple[StepShape, Callable[[], float]]:
-        rows = len(slots)
-        device = self.req_to_token_pool.req_to_token.device
-        seq_lens = torch.full((rows,), seq_len, dtype=torch.int64, device=device)
-        draft_kv = self.model_runner.attn_backend.context.draft_kv(seq_len + pending)
-        pendings, modes = [pending] * rows, [verify] * rows
-        shape = step_shape([seq_len] * rows, pendings, modes, [draft_kv] * rows)
-
-        def seconds() -> float:
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            staged = self.stage(HostStep.build(slots, pendings, modes), seq_lens)
-            if self._mixed_graphs is not None and staged.layout is not None:
-                self._mixed_graphs.replay(staged.layout.graph_num_tokens)
-                torch.cuda.synchronize()
-                return time.perf_counter() - start
-            batch = ForwardBatch(
-                forward_mode=ForwardMode.TARGET_VERIFY,
-                batch_size=rows,
-                input_ids=staged.view.input_ids,
-                req_pool_indices=torch.tensor(slots, device=device),
-                seq_lens=seq_lens,
-                seq_lens_sum=rows * seq_len,
-                out_cache_loc=staged.view.out_cache_loc,
-                positions=staged.view.positions,
-                spec_algorithm=self.model_runner.spec_algorithm,
-                spec_info=StagedForwardInput(staged.view.positions, staged.layout),
-                capture_hidden_mode=CaptureHiddenMode.NULL,
-                num_token_non_padded_cpu=staged.view.input_ids.shape[0],
-            )
-            self.target_worker.forward_batch_generation(None, forward_batch=batch, is_verify=True)
-            torch.cuda.synchronize()
-            return time.perf_counter() - start
-
-        return shape, seconds
+        return device_step(self, slots, seq_len, pending, verify)
 
 
 def _shape(running: Running, step: HostStep, draft_kv: Sequence[int]) -> StepShape:

@@ -14,7 +14,7 @@ pytest.importorskip("sglang.srt.speculative.base_spec_worker")
 from aspire_sglang.attention.step_buffers import StepBuffers
 from aspire_sglang.context.selection import SelectionConfig
 from aspire_sglang.context.sparse import RefreshConfig, SparseContext
-from aspire_sglang.runtime import gpu_step, gpu_worker, worker
+from aspire_sglang.runtime import gpu_profile, gpu_step, gpu_worker, worker
 from aspire_sglang.runtime import plain_steps as plain_steps_module
 from aspire_sglang.runtime.plain_steps import PLAIN_PHASE
 from aspire_sglang.runtime.results import FEEDBACK, VERIFIED_ROWS
@@ -235,7 +235,7 @@ def test_pairs_of_steps_write_what_single_steps_write(monkeypatch, late, policy)
             "ASPIRE_CONFIG", f"{{scheduler: {{policy: {policy}}}, cost_profile: false}}"
         )
         made.reload_config()
-        made._mixed_graphs = Graphs(made)
+        made.mixed_graphs = Graphs(made)
         batch = Batch([10, 20, 30], new_tokens=14)
         batch.reqs[1].sampling_params.max_new_tokens = 9
         start(made, batch)
@@ -272,7 +272,7 @@ def test_pairs_draw_the_same_samples(monkeypatch, late):
             "ASPIRE_CONFIG", "{scheduler: {policy: staggered, gamma: 3}, cost_profile: false}"
         )
         made.reload_config()
-        made._mixed_graphs = Graphs(made, noisy=True)
+        made.mixed_graphs = Graphs(made, noisy=True)
         batch = Batch([10, 20, 30], new_tokens=30)
         for req in batch.reqs[:2]:
             params = req.sampling_params
@@ -328,7 +328,7 @@ def test_steps_are_paired_only_where_they_fit(monkeypatch):
     """Not where the device takes long, nobody would draft in between, or no graph holds them."""
     monkeypatch.setattr(gpu_step, "PAIRED_BELOW", 1.0)
     made = make(monkeypatch, [3])
-    made._mixed_graphs = Graphs(made)
+    made.mixed_graphs = Graphs(made)
     batch = Batch([10, 20, 30], new_tokens=40)
     start(made, batch)
     batch.decode(made)
@@ -406,7 +406,7 @@ def test_no_phase_without_a_graph_that_holds_the_batch(monkeypatch):
 
 def test_profile_restores_the_table(monkeypatch):
     made = make(monkeypatch, [5, 10, 15])
-    monkeypatch.setattr(gpu_worker, "ForwardBatch", SimpleNamespace)
+    monkeypatch.setattr(gpu_profile, "ForwardBatch", SimpleNamespace)
     before = made.req_to_token_pool.req_to_token.clone()
     made.profile_lengths, made.profile_rows = (30, 60), (1, 3)
     samples = gpu_worker_profile(made)
