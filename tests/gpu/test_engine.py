@@ -1,6 +1,7 @@
 """Whole engines on the GPU: what every way to run a step writes, against stock fa3.
 
-Takes about six minutes, of which two are starts. The model comes from the package index, or from ``ASPIRE_TEST_MODEL``.
+Takes about six minutes, of which two are starts. The model comes from the package index, or from
+``ASPIRE_TEST_MODEL``.
 """
 
 from __future__ import annotations
