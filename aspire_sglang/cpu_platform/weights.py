@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from aspire_sglang.cpu_platform.packed_linear import measure_packing, pack_model, repack
+# The packed linears are imported late: they bring kernels that numba compiles for this processor,
+# and this module is imported on GPUs too.
 
 logger = logging.getLogger(__name__)
 
 
 def pack_loaded_model(result: None, runner: Any) -> None:
     """AFTER ``ModelRunner.load_model``: pack the linears where a measurement says it pays."""
+    from aspire_sglang.cpu_platform.packed_linear import measure_packing, pack_model
+
     report = measure_packing(runner.dtype)
     layers = pack_model(runner.model, report.choice) if report.choice else 0
     logger.info("aspire-cpu: packed %d linear layers (%s)", layers, report)
@@ -19,4 +22,6 @@ def pack_loaded_model(result: None, runner: Any) -> None:
 
 def repack_updated_model(result: Any, updater: Any, *_: Any, **__: Any) -> None:
     """AFTER each ``WeightUpdater.update_weights_*``: packed copies follow the new weights."""
+    from aspire_sglang.cpu_platform.packed_linear import repack
+
     repack(updater.get_model())
