@@ -18,9 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import gpu_engine, gpu_exact
+from bench import gpu_engine, gpu_exact, gpu_variants
 from bench.gpu_profile import host, profile, timeline
-from bench.gpu_variants import SETTINGS
+from bench.gpu_ranks import killed_rank, ranks
 
 NEW_TOKENS = 96
 
@@ -34,8 +34,10 @@ class Lab:
         out: Path = options.out
         out.mkdir(parents=True, exist_ok=True)
         room = max(options.requests) * (options.prompt_tokens + options.new_tokens[1] + 200)
+        extra = gpu_variants.engine_arguments(options.tp_size)
         self.engines = {
-            name: gpu_engine.Variant(name, options.model, room, out) for name in options.engines
+            name: gpu_engine.Variant(name, options.model, room, out, extra)
+            for name in options.engines
         }
         count = max(*options.requests, 64)
         self.prompts = gpu_engine.load_prompts(options.model, count, options.prompt_tokens)
@@ -69,7 +71,7 @@ class Lab:
         if name in ("stock", "plain"):
             return self.engines.get(name)
         engine = self.engines.get("aspire")
-        if engine and not engine.ask("configure", text=SETTINGS.get(name, name)):
+        if engine and not engine.ask("configure", text=gpu_variants.SETTINGS.get(name, name)):
             raise ValueError(f"settings {name} were not taken")
         return engine
 
@@ -267,7 +269,10 @@ def arrivals(lab: Lab) -> dict[str, Any]:
 
 PHASES = {
     phase.__name__: phase
-    for phase in (texts, scores, distributions, timed, short, arrivals, profile, host, timeline)
+    for phase in (
+        *(texts, scores, distributions, timed, short, arrivals, profile, host, timeline),
+        *(ranks, killed_rank),
+    )
 }
 
 
@@ -276,6 +281,7 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--engines", nargs="+", required=True, choices=gpu_engine.VARIANTS)
+    parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--phases", nargs="+", required=True, choices=PHASES)
     parser.add_argument("--scored", nargs="*", default=["overlap"])
     parser.add_argument("--sampled", nargs="*", default=["overlap"])

@@ -59,8 +59,9 @@ def load() -> None:
 def probe_kv(scheduler: Any, texts: list[list[int]], starts: list[int], path: str) -> None:
     """Save keys and values of the cached texts, from position ``starts[i]`` on, to ``path``.
 
-    A list of ``[2, layers, tokens, heads, dim]`` tensors. The last token of a text has no KV, and
-    only whole pages are cached.
+    A list of ``[2, layers, tokens, heads, dim]`` tensors, with the heads of the first rank; other
+    ranks save theirs to ``path`` with their number behind it. The last token of a text has no KV,
+    and only whole pages are cached.
     """
     import torch
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
@@ -78,7 +79,7 @@ def probe_kv(scheduler: Any, texts: list[list[int]], starts: list[int], path: st
         keys = torch.stack([pool.get_key_buffer(layer)[slots] for layer in layers])
         values = torch.stack([pool.get_value_buffer(layer)[slots] for layer in layers])
         found.append(torch.stack([keys, values]).cpu())
-    torch.save(found, path)
+    torch.save(found, f"{path}.{scheduler.ps.tp_rank}" if scheduler.ps.tp_rank else path)
 
 
 def probe_host(scheduler: Any, path: str | None) -> None:
@@ -123,7 +124,8 @@ def probe_timeline(scheduler: Any, path: str | None) -> None:
     ``["step", drafts, verifies, tokens, seconds, plain]``.
     """
     if path is not None:
-        Path(path).write_text(json.dumps(scheduler.probe_events))
+        if scheduler.ps.tp_rank == 0:
+            Path(path).write_text(json.dumps(scheduler.probe_events))
         for name in ("run_batch", "process_batch_result"):
             delattr(scheduler, name)
         if scheduler.probe_step:
@@ -218,6 +220,8 @@ def _replay(rate: float) -> None:
     from aspire_sglang.runtime.device_sampler import DeviceSampler
 
     original = DeviceSampler._accept
+    # Its own generator, so that tensor-parallel ranks draw alike.
+    generators: list[Any] = []
 
     def replayed(sampler: Any, step: Any, view: Any) -> Any:
         count = step.num_tokens
@@ -226,7 +230,9 @@ def _replay(rate: float) -> None:
         judged = row == row.roll(-1)
         # Not by an assignment, which would copy from the host and wait for the device.
         judged[-1:].zero_()
-        passed = torch.rand(count, device=tokens.device) < _RATE[0]
+        if not generators:
+            generators.append(torch.Generator(tokens.device).manual_seed(7))
+        passed = torch.rand(count, device=tokens.device, generator=generators[0]) < _RATE[0]
         other = (draft + 1) % 1000
         tokens.copy_(torch.where(judged, torch.where(passed, draft, other), tokens))
         return original(sampler, step, view)

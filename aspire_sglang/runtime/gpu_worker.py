@@ -86,7 +86,8 @@ class Feedback:
                 worker.telemetry.verified(req.rid, drafts, length - 1)
         seconds = self.started.elapsed_time(self.ended) / 1e3
         if self.typical:
-            worker.cost.observe(self.shape, seconds, share=OBSERVED_SHARE)
+            agree = worker.ranks.first_number
+            worker.cost.observe(self.shape, seconds, share=OBSERVED_SHARE, agree=agree)
         worker.telemetry.step(
             drafts=self.num_drafts,
             verifies=len(self.verified),
@@ -137,7 +138,7 @@ class GpuWorker(AspireWorker):
         super()._apply_config(config)
 
     def _make_sampler(self) -> DeviceSampler:
-        return DeviceSampler(self.device_state, self.model_runner.attn_backend.steps)
+        return DeviceSampler(self.device_state, self.model_runner.attn_backend.steps, self.ranks)
 
     def _choose_in_graph(self, _: Any, output: Any, forward_batch: Any, tokens: int) -> None:
         steps = self.model_runner.attn_backend.steps
@@ -164,7 +165,7 @@ class GpuWorker(AspireWorker):
         assert self._plain_graphs is not None
         self._in_row = 0
         with self._plain_graphs.in_use():
-            return self.target_worker.forward_batch_generation(batch)
+            return super()._plain_forward(batch)
 
     def _prefill(self, batch: Any) -> GenerationBatchResult:
         self._in_row = 0
@@ -209,6 +210,10 @@ class GpuWorker(AspireWorker):
             slots, pending, verify, sampling.temperature[slots], sampling.keys[slots]
         )
         staged = self.stage(step, batch.seq_lens)
+        if self.rank_check is not None:
+            lists = self.model_runner.attn_backend.context.lists
+            costs = tuple(self.cost.model.coefficients)
+            self.rank_check.compare_staged(step, staged.view, lists, costs)
         shape = step_shape(seq_lens, pending, verify, draft_kv)
         # Not before: what the host does until here is not the device's time.
         started = torch.cuda.Event(enable_timing=True)
