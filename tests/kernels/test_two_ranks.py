@@ -113,7 +113,7 @@ def expected_lists(reduction: str) -> list[list[list[int]]]:
         for row, length in enumerate(lens):
             pages = -(-length // PAGE)
             chosen = select_pages(scores[row : row + 1, :pages], torch.tensor([length]), config)
-            rows.append([page for page in chosen[0][0].tolist() if page >= 0])
+            rows.append([page for page in chosen.pages[0].tolist() if page >= 0])
         found.append(rows)
     return found
 
