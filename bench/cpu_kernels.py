@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from aspire_sglang.attention.cpu_attention import CpuAttention
 from aspire_sglang.attention.cpu_plan import Row
-from aspire_sglang.cpu_platform.packed_linear import PackedLinear
+from aspire_sglang.cpu_platform.packed_linear import layouts
 
 Call = Callable[[int], object]
 
@@ -208,9 +208,12 @@ def linear_tables(
         "lm_head": [(49152, 576)],
     }
     for label, sizes in shapes.items():
-        copies = 8 if label != "lm_head" else 1
-        weights = [[torch.randn(s).to(dtype) for s in sizes] for _ in range(copies)]
-        packed = [[PackedLinear(w) for w in layer] for layer in weights]
+        layers = 8 if label != "lm_head" else 1
+        weights = [[torch.randn(s).to(dtype) for s in sizes] for _ in range(layers)]
+        packed = {
+            kind.__name__: [[kind(w) for w in layer] for layer in weights]
+            for kind in layouts(dtype)
+        }
         size = sum(w.nbytes for w in weights[0])
         for rows in (1, 8, 16, 24, 256):
             inputs = [torch.randn(rows, s[1]).to(dtype) for s in sizes]
@@ -219,7 +222,7 @@ def linear_tables(
                 for x, w in zip(inputs, weights[layer], strict=True):
                     F.linear(x, w)
 
-            def pack(layer: int, inputs: list[Tensor] = inputs, packed: list = packed) -> None:
+            def pack(layer: int, packed: list, inputs: list[Tensor] = inputs) -> None:
                 for x, linear in zip(inputs, packed[layer], strict=True):
                     linear(x)
 
@@ -227,8 +230,9 @@ def linear_tables(
                 for w in weights[layer]:
                     w.clone()
 
-            variants: dict[str, Call] = {"copy": copy, "F.linear": plain, "packed": pack}
-            yield f"{label} m={rows}", size, measure(variants, copies, seconds, clock)
+            variants: dict[str, Call] = {"copy": copy, "F.linear": plain}
+            variants |= {kind: partial(pack, packed=copies) for kind, copies in packed.items()}
+            yield f"{label} m={rows}", size, measure(variants, layers, seconds, clock)
 
 
 def main() -> None:

@@ -1,15 +1,12 @@
-"""Linear layers with weights pre-packed for oneDNN, and their installation in an SGLang model.
+"""Linear layers with weights laid out for few rows, and their installation in an SGLang model.
 
-``F.linear`` in float32 goes to MKL, and in bfloat16 to oneDNN with the weight reordered on every
-call; both are slow for the few rows of a decode or verify step. Packing a weight once into the
-layout that oneDNN's kernel wants makes such steps two to three times faster. The plain weight
-stays where it is (weight updates and tied embeddings need it), so packing doubles the memory of
-the packed weights.
+Two layouts compete: oneDNN's (:mod:`.onednn_linear`) and ours (:mod:`.panel_linear`); which one is
+fastest depends on the processor, so it is measured. The plain weight stays where it is (weight
+updates and tied embeddings need it): this doubles the memory of the weights.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,107 +16,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_DTYPES = (torch.float32, torch.bfloat16)
-#: From this many outputs a float32 weight (an lm_head) is packed for about 16 rows. Smaller ones
-#: are fastest, by up to a factor of two at 8 to 24 rows, in the layout oneDNN picks unasked.
-_WIDE = 16_384
+from aspire_sglang.cpu_platform.onednn_linear import OneDnnLinear
+from aspire_sglang.cpu_platform.panel_linear import PanelLinear
+
+Packed = OneDnnLinear | PanelLinear
+_NAMES: dict[type[Packed], str] = {OneDnnLinear: "oneDNN", PanelLinear: "panels"}
 
 
-@lru_cache
-def packing_available(dtype: torch.dtype = torch.float32) -> bool:
-    """Whether PyTorch and this processor can pack weights of ``dtype``.
-
-    PyTorch may lack oneDNN's operators, and refuses bfloat16 on processors without AVX-512.
-    """
-    ops = torch.ops.mkldnn
-    if not (
-        dtype in _DTYPES
-        and torch.backends.mkldnn.is_available()
-        and hasattr(ops, "_reorder_linear_weight")
-        and hasattr(ops, "_linear_pointwise")
-    ):
-        return False
-    try:
-        ops._reorder_linear_weight(torch.zeros(16, 16, dtype=dtype), None)
-    except RuntimeError:
-        return False
-    return True
+def layouts(dtype: torch.dtype) -> list[type[Packed]]:
+    """The layouts that this machine has for weights of ``dtype``."""
+    return [layout for layout in _NAMES if layout.supports(dtype)]
 
 
-class PackedLinear:
-    """A weight in oneDNN's own layout, callable like ``F.linear(x, weight, bias)``.
-
-    Attributes:
-        shape: ``(out_features, in_features)``.
-        dtype: float32 or bfloat16.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        """Pack ``weight``: ``[out_features, in_features]``, float32 or bfloat16, on the CPU.
-
-        Raises:
-            ValueError: another kind of tensor.
-            RuntimeError: oneDNN is not available.
-        """
-        if weight.dim() != 2 or weight.dtype not in _DTYPES or weight.device.type != "cpu":
-            raise ValueError(
-                f"cannot pack a {weight.dtype} weight {tuple(weight.shape)} on {weight.device}"
-            )
-        if not packing_available(weight.dtype):
-            raise RuntimeError(f"oneDNN cannot pack {weight.dtype} weights on this machine")
-        self.shape = (weight.shape[0], weight.shape[1])
-        self.dtype = weight.dtype
-        self._pointer = weight.data_ptr()
-        rows = 16 if weight.dtype == torch.float32 and weight.shape[0] >= _WIDE else None
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), rows)
-
-    def matches(self, weight: Tensor) -> bool:
-        """Whether ``weight`` is the storage that was packed (its content may have changed)."""
-        return (
-            weight.data_ptr() == self._pointer
-            and weight.dtype == self.dtype
-            and weight.shape == self.shape
-        )
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x @ weight.T + bias``.
-
-        Args:
-            x: ``[..., in_features]`` in the dtype of the weight; any number of rows, 0 included.
-            bias: ``[out_features]`` or None.
-
-        Returns:
-            ``[..., out_features]``.
-
-        Raises:
-            ValueError: ``x`` has another dtype or width.
-        """
-        if x.dtype != self.dtype or x.shape[-1] != self.shape[1]:
-            raise ValueError(f"input {x.dtype} {tuple(x.shape)} for {self.dtype} {self.shape}")
-        if x.numel() == 0:
-            return x.new_empty(*x.shape[:-1], self.shape[0])
-        rows = x.reshape(-1, self.shape[1]).contiguous()
-        out = torch.ops.mkldnn._linear_pointwise.default(rows, self._packed, bias, "none", [], "")
-        return out.view(*x.shape[:-1], self.shape[0])
-
-
-def pack_model(model: nn.Module) -> int:
+def pack_model(model: nn.Module, layout: type[Packed]) -> int:
     """Let an SGLang model compute its unquantised linears and its lm_head from packed weights.
 
-    Every layer whose method is exactly SGLang's unquantised one, with a float32 or bfloat16
-    weight on the CPU, gets its own method object that answers ``apply`` from the packed weight
-    and inherits everything else. Other layers stay as they are. Calling it again packs what is
-    new and renews what is packed. Reloading through SGLang's loader renews by itself; after any
-    other in-place change of weights call :func:`repack`.
+    Every layer whose method is exactly SGLang's unquantised one, with a weight on the CPU of a
+    dtype that the layout supports, gets its own method object that answers ``apply`` from the
+    packed weight and inherits everything else. Other layers stay as they are. Calling it again
+    packs what is new and renews what is packed. Reloading through SGLang's loader renews by
+    itself; after any other in-place change of weights call :func:`repack`.
 
     Args:
         model: a loaded model, in inference use only.
+        layout: of the packed weights.
 
     Returns:
-        The number of packed layers; 0 where oneDNN is not available.
+        The number of packed layers.
     """
-    if not any(packing_available(dtype) for dtype in _DTYPES):
-        return 0
     from sglang.srt.layers.quantization.unquant import (
         UnquantizedEmbeddingMethod,
         UnquantizedLinearMethod,
@@ -128,14 +52,14 @@ def pack_model(model: nn.Module) -> int:
     packed_linear, packed_head = _method_classes()
     for module in model.modules():
         if type(getattr(module, "quant_method", None)) is UnquantizedLinearMethod:
-            _install(module, packed_linear)
+            _install(module, packed_linear, layout)
         head = getattr(module, "lm_head", None)
         if (
             type(getattr(head, "quant_method", None)) is UnquantizedEmbeddingMethod
             and isinstance(head, nn.Module)
             and _plain_logits(module)
         ):
-            _install(head, packed_head)
+            _install(head, packed_head, layout)
     return repack(model)
 
 
@@ -157,7 +81,7 @@ def repack(model: nn.Module) -> int:
     return count
 
 
-def _install(layer: nn.Module, method: type) -> None:
+def _install(layer: nn.Module, method: type, layout: type[Packed]) -> None:
     """Replace a layer's method by a packed one where its weight can be packed."""
     from sglang.srt.utils import use_intel_amx_backend
 
@@ -167,11 +91,13 @@ def _install(layer: nn.Module, method: type) -> None:
         and type(weight.data) is Tensor
         and weight.dim() == 2
         and weight.device.type == "cpu"
-        and packing_available(weight.dtype)
+        and layout.supports(weight.dtype)
         and weight.layout == torch.strided
         and not use_intel_amx_backend(layer)
     ):
-        object.__setattr__(layer, "quant_method", method())
+        installed = method()
+        installed.aspire_layout = layout
+        object.__setattr__(layer, "quant_method", installed)
 
 
 def _plain_logits(owner: nn.Module) -> bool:
@@ -198,11 +124,12 @@ def _method_classes() -> tuple[type, type]:
     )
 
     class _Packed:
-        aspire_packed: PackedLinear | None = None
+        aspire_layout: type[Packed]
+        aspire_packed: Packed | None = None
 
         def aspire_repack(self, layer: nn.Module) -> None:
             self.aspire_packed = None
-            self.aspire_packed = PackedLinear(layer.weight.data)
+            self.aspire_packed = self.aspire_layout(layer.weight.data)
 
         def aspire_apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor | None:
             packed = self.aspire_packed
@@ -234,70 +161,71 @@ def _method_classes() -> tuple[type, type]:
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Times of one linear, plain and packed, on this machine.
+    """Times of one linear on this machine, plain and in every layout.
 
     Attributes:
         dtype: dtype of the weight.
         rows: rows per call.
-        plain_us, packed_us: microseconds of the fastest call; ``packed_us`` is infinite where
-            packing is not available.
+        plain_us: microseconds of the fastest call of ``F.linear``.
+        packed_us: the same of every layout that supports the dtype.
     """
 
     dtype: torch.dtype
     rows: int
     plain_us: float
-    packed_us: float
+    packed_us: dict[type[Packed], float]
 
     @property
-    def pays(self) -> bool:
-        """Packed is at least a tenth faster: less is not worth the memory."""
-        return self.packed_us < 0.9 * self.plain_us
+    def choice(self) -> type[Packed] | None:
+        """The fastest layout, None if it is not a tenth faster: less is not worth the memory."""
+        best = min(self.packed_us, key=lambda layout: self.packed_us[layout], default=None)
+        return best if best is not None and self.packed_us[best] < 0.9 * self.plain_us else None
 
     def __str__(self) -> str:
-        if math.isinf(self.packed_us):
-            return f"oneDNN cannot pack {str(self.dtype).removeprefix('torch.')} here"
-        return (
-            f"{str(self.dtype).removeprefix('torch.')} linear of {self.rows} rows: "
-            f"plain {self.plain_us:.0f} us, packed {self.packed_us:.0f} us"
-        )
+        dtype = str(self.dtype).removeprefix("torch.")
+        if not self.packed_us:
+            return f"no layout for {dtype} weights on this machine"
+        times = {"plain": self.plain_us, **{_NAMES[kind]: t for kind, t in self.packed_us.items()}}
+        listed = ", ".join(f"{name} {time:.0f} us" for name, time in times.items())
+        return f"{dtype} linear of {self.rows} rows: {listed}"
 
 
 def measure_packing(
     dtype: torch.dtype = torch.float32,
-    rows: int = 16,
+    rows: int = 8,
     shape: tuple[int, int] = (1536, 1024),
     budget_s: float = 2.0,
 ) -> PackingReport:
-    """Time plain against packed linears, alternating, over weights too many for the caches.
+    """Time linears plain and in every layout, alternating, over weights too many for the caches.
 
     Args:
-        dtype: float32 or bfloat16.
+        dtype: of the weights.
         rows: rows per call.
         shape: ``(out_features, in_features)`` of the weights.
         budget_s: stop after about this many seconds; a quiet machine needs a tenth of one.
     """
-    if not packing_available(dtype):
-        return PackingReport(dtype, rows, 0.0, float("inf"))
+    kinds = layouts(dtype)
+    if not kinds:
+        return PackingReport(dtype, rows, 0.0, {})
     start = time.perf_counter()
     weights = [torch.full(shape, 0.01 * i, dtype=dtype) for i in range(12)]
-    packed = [PackedLinear(weight) for weight in weights]
+    packed = {kind: [kind(weight) for weight in weights] for kind in kinds}
     x = torch.full((rows, shape[1]), 0.5, dtype=dtype)
-    plain_us: list[float] = []
-    packed_us: list[float] = []
-    with torch.inference_mode():
-        F.linear(x, weights[0])
-        packed[0](x)
-        for _ in range(20):
-            for weight, pack in zip(weights, packed, strict=True):
-                t0 = time.perf_counter()
-                F.linear(x, weight)
-                t1 = time.perf_counter()
-                pack(x)
-                t2 = time.perf_counter()
-                plain_us.append((t1 - t0) * 1e6)
-                packed_us.append((t2 - t1) * 1e6)
-            if time.perf_counter() - start > budget_s:
-                break
     # A busy start must not decide for the server's whole life. Other processes only ever add to a
     # time, most of all to calls that wait for a second thread, so the fastest call is the truth.
-    return PackingReport(dtype, rows, min(plain_us), min(packed_us))
+    plain_us = float("inf")
+    packed_us = dict.fromkeys(kinds, float("inf"))
+    with torch.inference_mode():
+        for _ in range(20):
+            for index, weight in enumerate(weights):
+                begin = time.perf_counter()
+                F.linear(x, weight)
+                plain_us = min(plain_us, (time.perf_counter() - begin) * 1e6)
+                for kind in kinds:
+                    begin = time.perf_counter()
+                    packed[kind][index](x)
+                    took = (time.perf_counter() - begin) * 1e6
+                    packed_us[kind] = min(packed_us[kind], took)
+            if time.perf_counter() - start > budget_s:
+                break
+    return PackingReport(dtype, rows, plain_us, packed_us)

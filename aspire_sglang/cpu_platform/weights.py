@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 def pack_loaded_model(result: None, runner: Any) -> None:
     """AFTER ``ModelRunner.load_model``: pack the linears where a measurement says it pays."""
     report = measure_packing(runner.dtype)
-    layers = pack_model(runner.model) if report.pays else 0
-    logger.info("aspire-cpu: packed %d linear layers for oneDNN (%s)", layers, report)
+    layers = pack_model(runner.model, report.choice) if report.choice else 0
+    logger.info("aspire-cpu: packed %d linear layers (%s)", layers, report)
 
 
 def repack_updated_model(result: Any, updater: Any, *_: Any, **__: Any) -> None:

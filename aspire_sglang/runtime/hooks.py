@@ -268,8 +268,8 @@ HOOKS = (
         "model_executor.model_runner.ModelRunner.load_model",
         HookType.AFTER,
         weights.pack_loaded_model,
-        "PyTorch's plain linear is two to three times slower than oneDNN's packed one for the few "
-        "rows of a decode step",
+        "PyTorch's plain linear is two to three times slower than one with a packed weight for "
+        "the few rows of a decode step",
         cpu_only=True,
     ),
     *(

@@ -10,38 +10,68 @@ import torch.nn.functional as F
 from torch import nn
 
 from aspire_sglang.cpu_platform import packed_linear
+from aspire_sglang.cpu_platform.onednn_linear import OneDnnLinear
 from aspire_sglang.cpu_platform.packed_linear import (
-    PackedLinear,
+    PackingReport,
+    layouts,
     measure_packing,
     pack_model,
-    packing_available,
     repack,
 )
+from aspire_sglang.cpu_platform.panel_linear import _ROWS, _TILE, PANEL, PanelLinear
 
-pytestmark = pytest.mark.skipif(not packing_available(), reason="PyTorch without oneDNN")
-# bfloat16 is last where the processor can pack it.
-DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if packing_available(dtype)]
 # float32 sums of 96 terms in another order; bfloat16 outputs are rounded once (2^-9 relative).
 TOL = {torch.float32: {"atol": 2e-5, "rtol": 1e-5}, torch.bfloat16: {"atol": 2e-2, "rtol": 1e-2}}
+# What is not listed here is refused by the layout, which is a test of its own.
+KINDS = [
+    pytest.param(kind, dtype, id=f"{kind.__name__}-{str(dtype).removeprefix('torch.')}")
+    for dtype in TOL
+    for kind in layouts(dtype)
+]
+ALL = [layout for layout in (OneDnnLinear, PanelLinear) if layout.supports(torch.float32)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
 @pytest.mark.parametrize("lead", [(0,), (1,), (7,), (129,), (2, 3), (0, 4), ()])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_equals_linear(dtype: torch.dtype, lead: tuple[int, ...], with_bias: bool) -> None:
+def test_equals_linear(
+    kind: type, dtype: torch.dtype, lead: tuple[int, ...], with_bias: bool
+) -> None:
     weight = torch.randn(80, 96).to(dtype)
     bias = torch.randn(80).to(dtype) if with_bias else None
     x = torch.randn(*lead, 96).to(dtype)
-    out = PackedLinear(weight)(x, bias)
+    out = kind(weight)(x, bias)
     assert out.dtype == dtype
     torch.testing.assert_close(out, F.linear(x, weight, bias), **TOL[dtype])
 
 
-def test_strided_input_and_a_poisoned_row() -> None:
+@pytest.mark.parametrize("rows", [*range(1, 2 * _TILE + 2), _ROWS, _ROWS + 1, 2 * _ROWS + 5])
+@pytest.mark.parametrize("columns", [1, PANEL - 1, PANEL, 3 * PANEL + 1])
+@pytest.mark.parametrize("width", [1, 33])
+def test_panels_of_every_shape(rows: int, columns: int, width: int) -> None:
+    weight = torch.randn(columns, width)
+    # Memory behind the inputs and outputs must not be read or written.
+    x = torch.full((rows + 1, width), float("nan"))
+    x[:rows] = torch.randn(rows, width)
+    out = PanelLinear(weight)(x[:rows])
+    assert out.shape == (rows, columns)
+    torch.testing.assert_close(out, F.linear(x[:rows], weight), **TOL[torch.float32])
+
+
+def test_panels_give_a_row_the_same_bits_in_any_batch() -> None:
+    linear = PanelLinear(torch.randn(100, 300))
+    x = torch.randn(40, 300)
+    together = linear(x)
+    for rows in (1, 3, 7, 17):
+        assert torch.equal(linear(x[:rows]), together[:rows])
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_strided_input_and_a_poisoned_row(kind: type) -> None:
     weight = torch.randn(80, 96)
     wide = torch.randn(5, 2 * 96)
     x = wide[:, 96:]
-    packed = PackedLinear(weight)
+    packed = kind(weight)
     torch.testing.assert_close(packed(x), F.linear(x, weight), **TOL[torch.float32])
     x = x.clone()
     x[2] = float("nan")
@@ -49,12 +79,13 @@ def test_strided_input_and_a_poisoned_row() -> None:
     assert bad.tolist() == [False, False, True, False, False]
 
 
-def test_errors() -> None:
-    with pytest.raises(ValueError, match="cannot pack"):
-        PackedLinear(torch.zeros(4))
-    with pytest.raises(ValueError, match="cannot pack"):
-        PackedLinear(torch.zeros(4, 4, dtype=torch.float16))
-    packed = PackedLinear(torch.zeros(4, 4))
+@pytest.mark.parametrize("kind", ALL)
+def test_errors(kind: type) -> None:
+    with pytest.raises(ValueError, match="cannot"):
+        kind(torch.zeros(4))
+    with pytest.raises(ValueError, match="cannot"):
+        kind(torch.zeros(4, 4, dtype=torch.float16))
+    packed = kind(torch.zeros(4, 4))
     with pytest.raises(ValueError, match="input"):
         packed(torch.zeros(1, 5))
     with pytest.raises(ValueError, match="input"):
@@ -64,14 +95,28 @@ def test_errors() -> None:
 def test_measure() -> None:
     report = measure_packing(budget_s=0.05, shape=(64, 64))
     assert report.plain_us > 0
-    assert report.packed_us > 0
-    assert "float32 linear of 16 rows" in str(report)
+    assert set(report.packed_us) == set(layouts(torch.float32))
+    assert all(0 < time < float("inf") for time in report.packed_us.values())
+    assert "float32 linear of 8 rows: plain" in str(report)
 
 
-def test_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "packing_available", lambda dtype: False)
-    assert pack_model(nn.Linear(2, 2)) == 0
-    assert not measure_packing().pays
+def test_choice() -> None:
+    def choice(plain: float, **packed: float) -> type | None:
+        kinds = {"onednn": OneDnnLinear, "panels": PanelLinear}
+        times = {kinds[name]: time for name, time in packed.items()}
+        return PackingReport(torch.float32, 8, plain, times).choice
+
+    assert choice(100.0, onednn=60.0, panels=50.0) is PanelLinear
+    assert choice(100.0, onednn=50.0, panels=60.0) is OneDnnLinear
+    assert choice(100.0, onednn=91.0) is None
+    assert choice(0.0) is None
+
+
+def test_without_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "layouts", lambda dtype: [])
+    report = measure_packing()
+    assert report.choice is None
+    assert "no layout" in str(report)
 
 
 class Layer(nn.Module):
@@ -97,7 +142,7 @@ class Model(nn.Module):
             pass
 
         self.up = Layer(linear(), 64, 32, torch.float32)
-        self.down = Layer(linear(), 32, 64, DTYPES[-1])
+        self.down = Layer(linear(), 32, 64, torch.float32)
         self.fp16 = Layer(linear(), 32, 64, torch.float16)
         self.quantised = Layer(Quantised(), 32, 64, torch.float32)
         self.embed_tokens = Layer(embedding(), 50, 32, torch.float32)
@@ -111,14 +156,15 @@ def close(out: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(out, want, **TOL[out.dtype])
 
 
-def test_pack_model() -> None:
+@pytest.mark.parametrize("kind", ALL)
+def test_pack_model(kind: type) -> None:
     from sglang.srt.layers import logits_processor
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
     model = Model()
     untouched = (model.fp16.quant_method, model.quantised.quant_method)
-    assert pack_model(model) == 3
-    assert pack_model(model) == 3
+    assert pack_model(model, kind) == 3
+    assert pack_model(model, kind) == 3
     assert (model.fp16.quant_method, model.quantised.quant_method) == untouched
     assert isinstance(model.up.quant_method, UnquantizedLinearMethod)
     head = model.lm_head
@@ -130,9 +176,10 @@ def test_pack_model() -> None:
     assert torch.equal(head.quant_method.embedding(head, ids), head.weight[ids])
 
 
-def test_weight_updates() -> None:
+@pytest.mark.parametrize("kind", ALL)
+def test_weight_updates(kind: type) -> None:
     model = Model(tied=False)
-    assert pack_model(model) == 3
+    assert pack_model(model, kind) == 3
     assert not hasattr(model.embed_tokens.quant_method, "aspire_repack")
     x = torch.randn(5, 32)
     model.up.weight.data.copy_(torch.randn(64, 32))
@@ -146,7 +193,8 @@ def test_weight_updates() -> None:
     close(model.lm_head(x), F.linear(x, model.lm_head.weight))
 
 
-def test_fp32_head_is_left_alone() -> None:
+@pytest.mark.parametrize("kind", ALL)
+def test_fp32_head_is_left_alone(kind: type) -> None:
     model = Model(fp32_head=True)
-    assert pack_model(model) == 2
+    assert pack_model(model, kind) == 2
     assert not hasattr(model.lm_head.quant_method, "aspire_repack")
