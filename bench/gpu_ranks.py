@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 REQUESTS = 1000
 TOGETHER = 64
+LONG = 7000
+"""Tokens of requests that are still running when a rank is killed."""
 
 
 def ranks(lab: Lab) -> dict[str, Any]:
@@ -71,12 +73,12 @@ def killed_rank(lab: Lab) -> dict[str, Any]:
         for process in map(psutil.Process, family)
         if "scheduler_TP1" in " ".join(process.cmdline())
     )
-    params = {"max_new_tokens": 3000, "temperature": 0.0, "ignore_eos": True}
+    params = {"max_new_tokens": LONG, "temperature": 0.0, "ignore_eos": True}
     before = engine.counters()["decode_steps"]
     engine.pipe.send(
         ("generate", {"input_ids": [p[:500] for p in lab.prompts[:8]], "sampling_params": params})
     )
-    time.sleep(2.0)
+    time.sleep(1.0)
     if engine.pipe.poll(0.0):
         raise RuntimeError("void: the requests were over")
     start = time.perf_counter()
