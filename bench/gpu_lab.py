@@ -71,8 +71,14 @@ class Lab:
         if name in ("stock", "plain"):
             return self.engines.get(name)
         engine = self.engines.get("aspire")
+        if name.startswith("reads_all "):
+            name = name.removeprefix("reads_all ")
+            engine = self.engines.get("reads_all")
         if engine and not engine.ask("configure", text=gpu_variants.SETTINGS.get(name, name)):
             raise ValueError(f"settings {name} were not taken")
+        if engine:
+            below = 0.0 if name == "unpaired" else None
+            engine.ask("collective_rpc", method="probe_pairs", below=below)
         return engine
 
     def mixed_lengths(self, count: int) -> list[list[int]]:

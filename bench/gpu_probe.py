@@ -10,7 +10,9 @@ engine; nothing of it is installed. What it does is chosen by environment variab
   KV has to find;
 * ``PROBE_REPLAY=0.9``: drafts are accepted at that rate whatever the model says, for random
   weights, whose own acceptance says nothing; ``probe_replay`` changes the rate;
-* ``PROBE_PHASES=1``: phases of plain steps begin at random and have random lengths.
+* ``PROBE_PHASES=1``: phases of plain steps begin at random and have random lengths;
+* ``PROBE_READS_ALL=1``: at the refresh layer draft rows attend to everything;
+* ``PROBE_PAIRS``: steps that take the device less than so many seconds are launched in pairs.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ def load() -> None:
     Scheduler.probe_fill = probe_fill
     Scheduler.probe_replay = probe_replay
     Scheduler.probe_timeline = probe_timeline
+    Scheduler.probe_pairs = probe_pairs
     if os.environ.get("PROBE_SPLITS"):
         _read_in_one_piece()
     if os.environ.get("PROBE_BREAK"):
@@ -54,6 +57,12 @@ def load() -> None:
         _replay(float(os.environ["PROBE_REPLAY"]))
     if os.environ.get("PROBE_PHASES"):
         _random_phases()
+    if os.environ.get("PROBE_READS_ALL"):
+        from aspire_sglang.attention import gpu_mixed
+
+        gpu_mixed.REFRESH_READS_ALL = True
+    if os.environ.get("PROBE_PAIRS"):
+        probe_pairs(None, float(os.environ["PROBE_PAIRS"]))
 
 
 def probe_kv(scheduler: Any, texts: list[list[int]], starts: list[int], path: str) -> None:
@@ -117,11 +126,24 @@ def probe_replay(scheduler: Any, rate: float) -> None:
     _RATE[0] = rate
 
 
+def probe_pairs(_: Any, below: float | None) -> None:
+    """Launch steps in pairs that take less than ``below`` seconds, or as by default."""
+    from aspire_sglang.runtime import gpu_step
+
+    _PAIRED.append(gpu_step.PAIRED_BELOW)
+    gpu_step.PAIRED_BELOW = _PAIRED[0] if below is None else below
+
+
+_PAIRED: list[float] = []
+
+
 def probe_timeline(scheduler: Any, path: str | None) -> None:
     """Record every step of the scheduler from now on; with a path, stop and save what came.
 
-    A list of ``["launch", start, end, mode, rows]``, ``["result", start, end]`` and
-    ``["step", drafts, verifies, tokens, seconds, plain]``.
+    A list of ``["launch", start, end, mode, rows]``, ``["result", start, end]``,
+    ``["step", drafts, verifies, tokens, seconds, plain]`` and, for a step of ASPIRE on a GPU,
+    ``["device", drafts, verifies, tokens, KV tokens, seconds, predicted, idle before]``, the last
+    three in seconds on the device.
     """
     if path is not None:
         if scheduler.ps.tp_rank == 0:
@@ -130,6 +152,7 @@ def probe_timeline(scheduler: Any, path: str | None) -> None:
             delattr(scheduler, name)
         if scheduler.probe_step:
             scheduler.draft_worker.telemetry.step = scheduler.probe_step
+            _FEEDBACK.clear()
         return
     scheduler.probe_events = events = []
 
@@ -157,6 +180,34 @@ def probe_timeline(scheduler: Any, path: str | None) -> None:
             events.append(["step", *[given.get(kind) for kind in kinds]])
 
         telemetry.step = recorded
+        _FEEDBACK.append(events)
+        _record_device_times()
+
+
+_FEEDBACK: list[list[Any]] = []
+
+
+def _record_device_times() -> None:
+    from aspire_sglang.runtime.gpu_step import Feedback
+
+    original = Feedback.__call__
+    if hasattr(original, "probe"):
+        return
+    last: list[Any] = []
+
+    def recorded(feedback: Any, accept_lens: list[int]) -> None:
+        if _FEEDBACK:
+            shape, started, ended = feedback.shape, feedback.started, feedback.ended
+            idle = last[-1].elapsed_time(started) / 1e3 if last else 0.0
+            predicted = feedback.worker.cost.model.predict(shape)
+            seconds = started.elapsed_time(ended) / 1e3
+            rows = feedback.num_drafts, len(feedback.verified), shape.tokens, shape.kv_tokens
+            _FEEDBACK[-1].append(["device", *rows, seconds, predicted, idle])
+            last[:] = [ended]
+        original(feedback, accept_lens)
+
+    recorded.probe = True  # type: ignore[attr-defined]
+    setattr(Feedback, "__call__", recorded)  # noqa: B010
 
 
 def _mode(batch: Any) -> str:

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 STOCK_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
-# Tiers of gamma 16: 17 tokens times these.
+# Tiers: these times the most queries of a row, 17 or 16.
 ASPIRE_SIZES = [1, 2, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 56, 64, 72, 80]
 ASPIRE_SIZES += [96, 112, 128, 160, 192, 224, 256]
 
@@ -42,9 +42,12 @@ TINY = "{context: {min_pages: 10, ratio: 0.01}, scheduler: {policy: staggered, g
 VARIANTS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
     "stock": (STOCK, "", ONLY_PROBE),
     "aspire": (ASPIRE, os.environ.get("ASPIRE_BENCH_CONFIG", ""), {}),
+    # The refresh layer's own attention reads everything.
+    "reads_all": (ASPIRE, "", {"PROBE_READS_ALL": "1"}),
     "eager": ({**ASPIRE, **SMALL, **EAGER}, STAGGERED, {}),
     "graphs": ({**ASPIRE, **SMALL, "disable_overlap_schedule": True}, STAGGERED, {}),
     "overlap": ({**ASPIRE, **SMALL}, STAGGERED, {}),
+    "unpaired": ({**ASPIRE, **SMALL}, STAGGERED, {"PROBE_PAIRS": "0"}),
     # In and out of plain decoding at random between drafts in step.
     "phases": (
         {**ASPIRE, **SMALL},
@@ -94,7 +97,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
 DEFAULT = ""
 STAGGERED_8 = "{scheduler: {policy: staggered, gamma: 8}}"
 PLAIN = "{scheduler: {policy: ar}}"
-SETTINGS = {"default": DEFAULT, "staggered": STAGGERED_8, "ar": PLAIN}
+SETTINGS = {
+    "default": DEFAULT,
+    # As the default, but no two steps are launched at once.
+    "unpaired": DEFAULT,
+    "staggered": STAGGERED_8,
+    **{f"staggered {g}": f"{{scheduler: {{policy: staggered, gamma: {g}}}}}" for g in (6, 10, 12)},
+    "ar": PLAIN,
+}
 
 
 def engine_arguments(tp_size: int, first_gpu: int = 0) -> dict[str, Any]:

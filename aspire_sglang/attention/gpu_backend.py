@@ -14,6 +14,7 @@ import torch
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from aspire_sglang.attention import gpu_mixed
 from aspire_sglang.attention.gpu_mixed import GpuMixedAttention
 from aspire_sglang.attention.mixed import AttentionSpec, create_mixed_attention
 from aspire_sglang.attention.step_buffers import StepBuffers
@@ -64,6 +65,11 @@ class GpuAttentionBackend(FlashAttentionBackend):
         self._context_config = load_config().context
         max_rows = pool.size
         self.steps = StepBuffers(max_rows, max_rows * width, model_runner.device)
+        # One for all layers, as each is read before the next is written. Places of padding tokens
+        # go on through the model: they hold zeros or what an earlier step left, never garbage.
+        spec = self._spec
+        shape = max_rows * width, spec.num_heads, spec.head_dim
+        self._out = torch.zeros(shape, dtype=spec.dtype, device=model_runner.device)
         self._mixed = GpuMixedAttention(
             create_mixed_attention("fa3", self._spec, max_seqlen_q=width),
             sparse_context(model_runner, self._context_config),
@@ -71,6 +77,7 @@ class GpuAttentionBackend(FlashAttentionBackend):
             page_size=self.page_size,
             max_rows=max_rows,
             max_seqlen_q=width,
+            refresh_reads_all=gpu_mixed.REFRESH_READS_ALL,
             ranks=Ranks.of_model(),
         )
         logger.info(
@@ -117,6 +124,10 @@ class GpuAttentionBackend(FlashAttentionBackend):
         if in_capture and self.steps is not None:
             # Shapes decide what a graph does; its rows come from the buffers at each replay, which
             # the worker has filled by then.
+            if forward_batch.forward_mode.is_target_verify() and not self.steps.adopted:
+                # SGLang captures the largest graph first, and all read the same memory.
+                inputs = forward_batch.input_ids, forward_batch.positions
+                self.steps.adopt(*inputs, forward_batch.out_cache_loc)
             self.steps.load_inert(*_places(forward_batch))
         if not forward_batch.forward_mode.is_target_verify():
             super().init_forward_metadata_out_graph(forward_batch, in_capture)
@@ -185,8 +196,7 @@ class GpuAttentionBackend(FlashAttentionBackend):
             self.token_to_kv_pool.set_kv_buffer(
                 layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v
             )
-        # Zeros, not garbage: places of padding tokens go on through the model's other layers.
-        out = torch.zeros_like(query)
+        out = self._out[: q.shape[0]]
         self._speculation()[1].attend(layer, query, *self._pool_of(layer), out)
         return out.view(q.shape[0], -1)
 

@@ -1,8 +1,9 @@
 """Mixed attention of a serving step on the GPU: page tables, refresh of the page lists, layers.
 
-Every step has two page tables. In the *sparse* one a draft row lists its sparse context and a full
-row its whole context; it serves all layers but one. In the *full* one every row lists its whole
-context; it serves the refresh layer, where draft rows read everything and vote for new pages.
+In the *sparse* page table of a step a draft row lists its sparse context and a full row its whole
+context. At the refresh layer draft rows vote for new pages: all keys of their context are scored
+against the log-sum-exp of the row's own attention. That attention may read the list of the step
+before, as in the layers below, or everything, from a second page table, the *full* one.
 
 All of it is device work on tensors at fixed addresses, so one captured CUDA graph serves every
 step of the same number of row and token places.
@@ -25,6 +26,9 @@ from aspire_sglang.kernels.page_tables import build_tables
 from aspire_sglang.kernels.refresh_tables import refresh_tables
 from aspire_sglang.kernels.vote_rows import VoteRows
 from aspire_sglang.runtime.ranks import Ranks
+
+REFRESH_READS_ALL = False
+"""Whether draft rows attend to everything at the refresh layer of a server."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class GpuMixedAttention:
         page_size: tokens per page of the KV pool; divides the page size of ``context``.
         max_rows: most rows of a step.
         max_seqlen_q: most query tokens of a row.
+        refresh_reads_all: whether draft rows attend to everything at the refresh layer.
         ranks: those that hold the other heads. All heads vote, so that every rank chooses the same
             pages: one message a step, of a number per page of each row place.
 
@@ -66,6 +71,7 @@ class GpuMixedAttention:
         page_size: int,
         max_rows: int,
         max_seqlen_q: int,
+        refresh_reads_all: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
         if context.refresh.list_per_layer or context.refresh.source == "delta":
@@ -84,6 +90,7 @@ class GpuMixedAttention:
         self._req_to_token = req_to_token
         self._page_size = page_size
         self._max_seqlen_q = max_seqlen_q
+        self._reads_all = refresh_reads_all and context.refresh.source == "refresh"
         device, width = req_to_token.device, req_to_token.shape[1]
         self._full = self._new_table(max_rows, width, device)
         self._sparse = self._new_table(max_rows, width, device)
@@ -105,9 +112,8 @@ class GpuMixedAttention:
         self._step = step
         self._build(self._sparse, step.slots, step.context_lens, step.draft)
         self._sparse_plan = self._schedule(self._sparse, step)
-        refresh = self.context.refresh
         self._full_plan: MixedPlan | None = None
-        if refresh.source == "refresh":
+        if self._reads_all:
             no_drafts = self._all_full[: step.num_rows]
             self._build(self._full, step.slots, step.context_lens, no_drafts)
             self._full_plan = self._schedule(self._full, step)
@@ -130,7 +136,7 @@ class GpuMixedAttention:
         assert lse is not None
         votes = VoteRows(step.voting, step.voters, step.positions)
         scores = self._score(layer, q, lse, k, votes)
-        if self._full_plan is None or not context.refresh.same_step:
+        if context.refresh.source != "refresh" or not context.refresh.same_step:
             select_pages(scores, step.context_lens, step.voting, context.lists)
             return
         rows = step.num_rows

@@ -92,9 +92,32 @@ class StepBuffers:
         self._positions = zeros(max_tokens, torch.int64)
         self._out_cache_loc = zeros(max_tokens, torch.int64)
         self._next_tokens = zeros(max_tokens, torch.int64)
+        self._graph_inputs: tuple[Tensor, Tensor, Tensor] | None = None
         self.partial = zeros(partial_size(max_tokens), torch.int64)
         # Eighteen slices a step are worth remembering; graphs come back to the same few sizes.
         self.view = lru_cache(maxsize=512)(self._view)
+
+    @property
+    def adopted(self) -> bool:
+        """Whether steps that graphs hold lie in the memory that the graphs read."""
+        return self._graph_inputs is not None
+
+    def adopt(self, input_ids: Tensor, positions: Tensor, out_cache_loc: Tensor) -> None:
+        """Put the tokens of all steps that fit into the memory that captured graphs will read, so
+        that nothing has to be copied before a replay.
+
+        Views made before are stale. Steps that do not fit stay in memory of their own.
+
+        Args:
+            input_ids, positions, out_cache_loc: ``[T]`` int64, of the largest graph.
+        """
+        self._graph_inputs = input_ids, positions, out_cache_loc
+        self.view.cache_clear()
+
+    def _inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        if self._graph_inputs is not None and tokens <= self._graph_inputs[0].shape[0]:
+            return self._graph_inputs
+        return self._input_ids, self._positions, self._out_cache_loc
 
     def _view(self, rows: int, tokens: int) -> StepView:
         """The buffers of a step; equal sizes give equal addresses.
@@ -108,6 +131,7 @@ class StepBuffers:
                 f"{self.max_rows} and {self.max_tokens}"
             )
         starts = iter(_sections(rows, tokens))
+        input_ids, positions, out_cache_loc = self._inputs(tokens)
 
         def section(size: int) -> Tensor:
             start = next(starts)
@@ -129,9 +153,9 @@ class StepBuffers:
             key_high=section(rows),
             row_lens=self._row_lens[:rows],
             context_lens=self._context_lens[:rows],
-            input_ids=self._input_ids[:tokens],
-            positions=self._positions[:tokens],
-            out_cache_loc=self._out_cache_loc[:tokens],
+            input_ids=input_ids[:tokens],
+            positions=positions[:tokens],
+            out_cache_loc=out_cache_loc[:tokens],
             next_tokens=self._next_tokens[:tokens],
         )
 
@@ -193,15 +217,25 @@ class HostStep:
         verify: Sequence[bool],
         temperature: np.ndarray | None = None,
         keys: np.ndarray | None = None,
+        left_out: Sequence[int] = (),
     ) -> HostStep:
-        """Put draft rows before verify rows, each group in batch order."""
+        """Put draft rows before verify rows, each group in batch order.
+
+        ``left_out``: batch rows that take no part.
+        """
         modes = np.asarray(verify, dtype=bool)
         drafts = np.asarray(pending, dtype=np.int32)
-        order = np.concatenate([np.flatnonzero(~modes), np.flatnonzero(modes)])
-        tokens = len(modes) + int(drafts[modes].sum())
+        drafting, verifying = ~modes, modes
+        if left_out:
+            takes_part = np.ones(len(modes), dtype=bool)
+            takes_part[list(left_out)] = False
+            drafting, verifying = drafting & takes_part, verifying & takes_part
+        draft_rows, verify_rows = np.flatnonzero(drafting), np.flatnonzero(verifying)
+        order = np.concatenate([draft_rows, verify_rows])
+        tokens = len(order) + int(drafts[verify_rows].sum())
         return cls(
             order.astype(np.int32),
-            len(modes) - int(modes.sum()),
+            len(draft_rows),
             drafts,
             np.asarray(slots, dtype=np.int32),
             tokens,

@@ -10,6 +10,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from aspire_sglang import cpu_platform
+from aspire_sglang.attention.fa3_mixed import small_tile_queries
 from aspire_sglang.config import AspireConfig, ConfigError, load_config
 from aspire_sglang.runtime.arguments import ALGORITHM
 from aspire_sglang.runtime.flag_checks import (
@@ -75,6 +76,9 @@ class AspireAlgorithm(CustomSpecAlgo):
                 setattr(server_args, field, value)
 
         gamma_max = server_args.speculative_num_steps or config.gamma_max
+        asked = server_args.speculative_num_steps or "gamma_max" in config.model_fields_set
+        if not (on_cpu or asked):
+            gamma_max = _fitting_gamma(gamma_max, server_args.get_model_config())
         change("speculative_num_steps", gamma_max)
         change("speculative_eagle_topk", 1)
         change("speculative_num_draft_tokens", gamma_max + 1)
@@ -102,6 +106,16 @@ def _checked_config(server_args: Any, on_cpu: bool) -> AspireConfig:
     if faults:
         raise BadArguments(faults)
     return config
+
+
+def _fitting_gamma(gamma_max: int, model: Any) -> int:
+    """``gamma_max`` that nobody asked for, or less where attention is much faster with less."""
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    queries = small_tile_queries(heads, kv_heads, model.head_dim)
+    if queries is None or gamma_max < queries:
+        return gamma_max
+    logger.info("ASPIRE: %d drafts at most, which fit FlashAttention's small tile", queries - 1)
+    return queries - 1
 
 
 def _prepare_graphs(server_args: Any) -> None:

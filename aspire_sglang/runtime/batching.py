@@ -53,9 +53,9 @@ class StepPlan:
 
 
 def step_shape(
-    seq_lens: Sequence[int],
-    pending: Sequence[int],
-    verify: Sequence[bool],
+    seq_lens: Sequence[int] | np.ndarray,
+    pending: Sequence[int] | np.ndarray,
+    verify: Sequence[bool] | np.ndarray,
     draft_kv: Sequence[int] | np.ndarray,
 ) -> StepShape:
     """What a step costs, for the cost model; ``draft_kv[i]``: tokens that draft row i reads."""

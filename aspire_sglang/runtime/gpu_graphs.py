@@ -57,6 +57,66 @@ def capture_input(original: Callable[..., Any], runner: Any, num_tokens: int) ->
     return StagedForwardInput(positions=None, ragged_verify_layout=None)
 
 
+class MixedGraphs:
+    """Replays SGLang's graphs of mixed steps, whose tokens lie where the graphs read them.
+
+    SGLang describes a batch anew and copies it into the graph's memory before every replay, which
+    takes a third of the host's time of a step of 64 requests. Nothing of it is needed here, unless
+    a feature watches forwards from the outside; then :meth:`of` gives None.
+
+    Args:
+        model_runner: SGLang's ``ModelRunner``, whose graphs of mixed steps are captured.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        self._model_runner = model_runner
+        runner = model_runner.decode_cuda_graph_runner
+        self._backend = runner.backend
+        self._keys = {tier: runner._make_graph_key(tier) for tier in runner.capture_num_tokens}
+
+    @classmethod
+    def of(cls, model_runner: Any) -> MixedGraphs | None:
+        """The graphs, None where SGLang's own way has to be taken."""
+        from sglang.srt.eplb import expert_distribution
+        from sglang.srt.model_executor.forward_batch_info import enable_num_token_non_padded
+        from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import (
+            FullCudaGraphBackend,
+        )
+        from sglang.srt.state_capturer.indexer_topk import get_global_indexer_capturer
+        from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
+
+        runner, steps = model_runner.decode_cuda_graph_runner, model_runner.attn_backend.steps
+        if not isinstance(getattr(runner, "backend", None), FullCudaGraphBackend):
+            return None
+        if not (steps.adopted and runner.ragged_verify_mode) or enable_num_token_non_padded():
+            return None
+        watchers = (
+            "canary_manager",
+            "msprobe_debugger",
+            "eplb_manager",
+            "hisparse_coordinator",
+            "device_timer",
+        )
+        if any(getattr(model_runner, name) is not None for name in watchers):
+            return None
+        recorder = expert_distribution.get_global_expert_distribution_recorder()
+        if not isinstance(recorder, expert_distribution._ExpertDistributionRecorderNoop):
+            return None
+        if get_global_experts_capturer() or get_global_indexer_capturer():
+            return None
+        return cls(model_runner)
+
+    def replay(self, tokens: int) -> Any:
+        """Run the graph of a tier on the step in the buffers.
+
+        Returns:
+            ``[tokens, V]`` logits, in the graph's memory.
+        """
+        self._model_runner.forward_pass_id += 1
+        output = self._backend.replay(self._keys[tokens], None)
+        return output.next_token_logits[:tokens]
+
+
 class PlainGraphs:
     """SGLang's graphs of plain decode steps, beside its graphs of mixed steps.
 

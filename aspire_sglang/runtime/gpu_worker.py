@@ -3,19 +3,20 @@
 A step is launched without waiting for the device. What it accepted becomes known when SGLang
 processes its result: at once, or with overlap scheduling while the next step runs. Until then the
 host knows the number of pending drafts exactly, as every verify leaves none, and the number of
-committed tokens up to one verify.
+committed tokens up to one verify. So it can launch two steps before SGLang sees a result, if no
+request verifies in both.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -26,12 +27,16 @@ from sglang.srt.model_executor.forward_batch_info import (
 from aspire_sglang.attention.step_buffers import HostStep, StepView, pack_step
 from aspire_sglang.config import AspireConfig, ConfigError
 from aspire_sglang.kernels.step_layout import lay_out_step
+from aspire_sglang.runtime import gpu_step
 from aspire_sglang.runtime.batching import step_shape
 from aspire_sglang.runtime.device_sampler import DeviceSampler, RequestSampling, choose_tokens
 from aspire_sglang.runtime.device_state import DeviceState
 from aspire_sglang.runtime.draft_state import SlotState
-from aspire_sglang.runtime.gpu_graphs import PlainGraphs, TierLayout, tier_of
+from aspire_sglang.runtime.gpu_graphs import MixedGraphs, PlainGraphs, TierLayout, tier_of
+from aspire_sglang.runtime.gpu_profile import device_step
+from aspire_sglang.runtime.gpu_step import Feedback, Joined, Launched, Staged
 from aspire_sglang.runtime.modes import Running
+from aspire_sglang.runtime.reserve import warm_up
 from aspire_sglang.runtime.results import FEEDBACK, VERIFIED_ROWS
 from aspire_sglang.runtime.spec_inputs import NextStepInput, StagedForwardInput
 from aspire_sglang.runtime.switch import draft_limit
@@ -40,65 +45,20 @@ from aspire_sglang.speculation.cost_model import StepShape
 
 logger = logging.getLogger(__name__)
 
-# Steps take a few milliseconds and learning from one a fifth of one.
-OBSERVED_SHARE = 0.1
-
 # Mixed steps after something else ran whose times say little: the host is busy with what ran.
 UNSETTLED_STEPS = 3
 
-
-@dataclass(frozen=True)
-class Staged:
-    """A step whose rows and tokens are on the device.
-
-    ``layout``: the graph tier it was padded to, None for an eager step.
-    """
-
-    host: HostStep
-    view: StepView
-    layout: TierLayout | None
-
-
-@dataclass(frozen=True)
-class Feedback:
-    """What to learn from a step once its accept lengths are known.
-
-    ``verified``: per verify row its state, request and drafts. ``started`` and ``ended``: events
-    around the step on the device. ``typical``: mixed steps went before.
-    """
-
-    worker: GpuWorker
-    shape: StepShape
-    num_drafts: int
-    verified: list[tuple[SlotState, Any, int]]
-    started: Any
-    ended: Any
-    graph: bool
-    typical: bool
-
-    def __call__(self, accept_lens: list[int]) -> None:
-        """Feed estimators, cost model and counters; the step has ended."""
-        worker = self.worker
-        for (state, req, drafts), length in zip(self.verified, accept_lens, strict=True):
-            state.settle(drafts, length - 1)
-            # With overlap a request may have ended in the step before, unknown at launch.
-            if not req.finished():
-                worker.telemetry.verified(req.rid, drafts, length - 1)
-        seconds = self.started.elapsed_time(self.ended) / 1e3
-        if self.typical:
-            agree = worker.ranks.first_number
-            worker.cost.observe(self.shape, seconds, share=OBSERVED_SHARE, agree=agree)
-        worker.telemetry.step(
-            drafts=self.num_drafts,
-            verifies=len(self.verified),
-            tokens=self.shape.tokens,
-            seconds=seconds,
-            graph=self.graph,
-        )
+# In a pair positions move on by four at most before the host learns of the first; the slots that
+# are kept in reserve, twice the most queries of a row, must hold them behind a full run of drafts.
+_PAIR_MOVES = 4
 
 
 class GpuWorker(AspireWorker):
-    """See the module and :class:`AspireWorker`."""
+    """See the module and :class:`AspireWorker`.
+
+    Attributes:
+        mixed_graphs: graphs of mixed steps that are replayed at once, None where SGLang replays.
+    """
 
     plain_phases = True
 
@@ -107,6 +67,7 @@ class GpuWorker(AspireWorker):
         # Choosing the next tokens belongs to the captured forward: it saves its launches.
         target_worker.model_runner.capture_tail_hooks.append(self._choose_in_graph)
         self._plain_graphs: PlainGraphs | None = None
+        self.mixed_graphs: MixedGraphs | None = None
         # What was asked for this step before its batch was prepared.
         self._asked: tuple[list[Any], Running] | None = None
         # Mixed steps since something else ran.
@@ -116,11 +77,26 @@ class GpuWorker(AspireWorker):
     def init_cuda_graphs(self) -> None:
         if self.model_runner.decode_cuda_graph_runner is not None:
             self._plain_graphs = PlainGraphs(self.model_runner)
+            self.mixed_graphs = MixedGraphs.of(self.model_runner)
+            if self.mixed_graphs is None:
+                logger.info("ASPIRE: mixed steps are replayed by SGLang's own code")
         super().init_cuda_graphs()
+        self._warm_up()
         # What is there now stays: no collection of garbage need look at it again, which would take
         # longer than several steps.
         gc.collect()
         gc.freeze()
+
+    def _warm_up(self) -> None:
+        """Compile what the first requests would wait for."""
+        table = self.req_to_token_pool.req_to_token
+        if table.is_cuda:
+            warm_up(table, self.req_to_token_pool.size)
+        # Row 0 of the table is SGLang's padding.
+        step = HostStep.build([0], [0], [True])
+        staged = self.stage(step, torch.zeros(1, dtype=torch.int64, device=table.device))
+        logits = torch.empty(0, device=table.device)
+        self.sampler.step(step, staged.view, logits, None, [], filtered=False, chosen=True)
 
     def alloc_memory_pool(self, req_to_token_pool: Any = None, **kwargs: Any) -> None:
         super().alloc_memory_pool(req_to_token_pool=req_to_token_pool, **kwargs)
@@ -182,54 +158,147 @@ class GpuWorker(AspireWorker):
         generations = self.req_to_token_pool.req_generation.numpy()[slots].tolist()
         states = list(map(self.state.get, slots, generations))
         seq_lens, caps = [], []
-        gamma_max, last = self.gamma_max, self.context_len - 1
         for req, state in zip(reqs, states, strict=True):
-            unsettled = state.unsettled
-            seq_len = req.kv_committed_len + unsettled
+            seq_len = req.kv_committed_len + state.unsettled
             seq_lens.append(seq_len)
-            # As _max_draft, whose parts that never change are looked up once.
-            if state.most is None:
-                params = req.sampling_params
-                own = draft_limit(params.custom_params)
-                most = self.speculative_num_steps if own is None else own
-                state.most = most, params.max_new_tokens - 1
-            most, tokens = state.most
-            cap = min(gamma_max, most, tokens - len(req.output_ids) - unsettled, last - seq_len)
-            caps.append(cap if cap > 0 and req.to_finish is None else 0)
+            caps.append(self._cap(req, state, seq_len))
         return Running(slots, seq_lens, states, caps)
+
+    def _cap(self, req: Any, state: SlotState, seq_len: int) -> int:
+        # As _max_draft, whose parts that never change are looked up once.
+        if state.most is None:
+            params = req.sampling_params
+            own = draft_limit(params.custom_params)
+            most = self.speculative_num_steps if own is None else own
+            state.most = most, params.max_new_tokens - 1
+        most, tokens = state.most
+        left = tokens - len(req.output_ids) - state.unsettled
+        cap = min(self.gamma_max, most, left, self.context_len - 1 - seq_len)
+        return cap if cap > 0 and req.to_finish is None else 0
+
+    def _may_have_ended(self, req: Any, state: SlotState) -> bool:
+        """Whether verifies without a result yet may have given the request its last token."""
+        assert state.most is not None
+        return bool(req.to_finish) or len(req.output_ids) + state.unsettled > state.most[1]
 
     def _decode(self, batch: Any) -> GenerationBatchResult:
         asked, self._asked = self._asked, None
         known = asked is not None and asked[0] is batch.reqs
         running = asked[1] if asked is not None and known else self.running(batch)
-        slots, seq_lens, states, _ = running
         verify, draft_kv = self.modes.decide(*running)
-        pending = [state.pending for state in states]
-        sampling = self.sampling
-        step = HostStep.build(
-            slots, pending, verify, sampling.temperature[slots], sampling.keys[slots]
-        )
-        staged = self.stage(step, batch.seq_lens)
+        step = self._host_step(running, verify)
+        first = self._launch(batch, running, step, draft_kv, batch.seq_lens)
+        pair = self._second_of_pair(running, first)
+        if pair is None:
+            return self._result(batch, [first], None)
+        seq_lens = self._lengths_after(first, batch.seq_lens)
+        second = self._launch(batch, *pair, seq_lens)
+        return self._result(batch, [first, second], self._lengths_after(second, seq_lens))
+
+    def _host_step(
+        self, running: Running, verify: list[bool], left_out: Sequence[int] = ()
+    ) -> HostStep:
+        slots, sampling = running.slots, self.sampling
+        pending = [state.pending for state in running.states]
+        heat, keys = sampling.temperature[slots], sampling.keys[slots]
+        return HostStep.build(slots, pending, verify, heat, keys, left_out)
+
+    def _launch(
+        self,
+        batch: Any,
+        running: Running,
+        step: HostStep,
+        draft_kv: Sequence[int],
+        seq_lens: torch.Tensor,
+    ) -> Launched:
+        """Launch one step and move the states of its rows on.
+
+        Args:
+            step: what was decided for ``running``.
+            draft_kv: per request, tokens that a draft row reads.
+            seq_lens: ``[bs]`` int64 on the device, tokens with final KV.
+        """
+        staged = self.stage(step, seq_lens)
         if self.rank_check is not None:
             lists = self.model_runner.attn_backend.context.lists
             costs = tuple(self.cost.model.coefficients)
             self.rank_check.compare_staged(step, staged.view, lists, costs)
-        shape = step_shape(seq_lens, pending, verify, draft_kv)
+        shape = _shape(running, step, draft_kv)
         # Not before: what the host does until here is not the device's time.
         started = torch.cuda.Event(enable_timing=True)
         started.record()
         forward = self._forward_staged(batch, staged)
-        logits = forward.logits_output.next_token_logits[: staged.host.num_tokens]
+        logits = forward.logits_output.next_token_logits[: step.num_tokens]
         outcome = self.sampler.step(
-            staged.host,
+            step,
             staged.view,
             logits,
             batch.sampling_info,
             [req.sampling_params for req in batch.reqs],
-            filtered=bool(sampling.filtered[slots].any()),
+            filtered=bool(self.sampling.filtered[running.slots].any()),
             chosen=forward.can_run_cuda_graph,
         )
-        return self._result(batch, staged, states, shape, forward, outcome, started)
+        ended = torch.cuda.Event(enable_timing=True)
+        ended.record()
+        self._in_row += 1
+        verified = []
+        for row in step.verify_rows:
+            state = running.states[row]
+            verified.append((state, batch.reqs[row], state.pending))
+            state.begin_settling()
+        for row in step.draft_rows:
+            running.states[row].pending += 1
+            running.states[row].age += 1
+        feedback = Feedback(
+            self,
+            shape,
+            step.num_drafts,
+            verified,
+            started,
+            ended,
+            forward.can_run_cuda_graph,
+            self._in_row > UNSETTLED_STEPS,
+        )
+        return Launched(staged, outcome, forward.logits_output, feedback)
+
+    def _second_of_pair(
+        self, running: Running, first: Launched
+    ) -> tuple[Running, HostStep, list[int]] | None:
+        """Another step to launch before SGLang sees the result of the first, None if there is none.
+
+        No request may verify in both.
+        """
+        graphs, feedback = self.mixed_graphs, first.feedback
+        short = self.cost.model.predict(feedback.shape) < gpu_step.PAIRED_BELOW
+        most = self.speculative_num_steps
+        roomy = 2 * (most + 1) >= most + _PAIR_MOVES
+        everybody = len(feedback.verified) == len(running.slots)
+        if graphs is None or not (feedback.graph and short and roomy) or everybody:
+            return None
+        slots, seq_lens, states, caps = running
+        seq_lens, caps = seq_lens[:], caps[:]
+        rows = first.staged.host.verify_rows
+        ended = set()
+        for row, (state, req, drafts) in zip(rows, feedback.verified, strict=True):
+            seq_lens[row] += drafts + 1
+            caps[row] = self._cap(req, state, seq_lens[row])
+            if self._may_have_ended(req, state):
+                ended.add(row)
+        after = Running(slots, seq_lens, states, caps)
+        verify, draft_kv = self.modes.decide(*after)
+        # Those that may have ended by now sit the step out; others would decode plainly in both.
+        if any(verify[row] for row in rows if row not in ended):
+            return None
+        step = self._host_step(after, verify, list(ended))
+        fits = tier_of(self.model_runner.decode_cuda_graph_runner, len(step.order), step.num_tokens)
+        return (after, step, draft_kv) if fits else None
+
+    def _lengths_after(self, launched: Launched, seq_lens: torch.Tensor) -> torch.Tensor:
+        """``[bs]`` tokens with final KV after a step, in batch order."""
+        view, count = launched.staged.view, len(launched.staged.host.order)
+        lengths = seq_lens.clone()
+        lengths[view.order[:count].long()] = view.row_lens[:count]
+        return lengths
 
     def stage(self, step: HostStep, seq_lens: torch.Tensor) -> Staged:
         """Put a step on the device, padded to a graph's tier if there is one.
@@ -268,6 +337,10 @@ class GpuWorker(AspireWorker):
         return view
 
     def _forward_staged(self, batch: Any, staged: Staged) -> GenerationBatchResult:
+        if self.mixed_graphs is not None and staged.layout is not None:
+            logits = self.mixed_graphs.replay(staged.layout.graph_num_tokens)
+            output = LogitsProcessorOutput(next_token_logits=logits)
+            return GenerationBatchResult(logits_output=output, can_run_cuda_graph=True)
         # SGLang snapshots the batch around this call, so it may be rebound freely.
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.input_ids = staged.view.input_ids
@@ -284,59 +357,32 @@ class GpuWorker(AspireWorker):
         )
 
     def _result(
-        self,
-        batch: Any,
-        staged: Staged,
-        states: list[SlotState],
-        shape: StepShape,
-        forward: GenerationBatchResult,
-        outcome: Any,
-        started: Any,
+        self, batch: Any, steps: list[Launched], seq_lens: torch.Tensor | None
     ) -> GenerationBatchResult:
-        host, view = staged.host, staged.view
-        rows = host.verify_rows
-        count = len(host.order)
-        new_seq_lens = None
+        """``seq_lens``: see :meth:`_lengths_after`; None after one step that nobody sat out."""
+        joined = Joined.of(steps)
         if batch.enable_overlap:
-            # The relay is by slot, so the rows need not be put in batch order.
-            self.relay.publish(view.slots[:count].long(), view.row_lens[:count])
-        else:
-            new_seq_lens = batch.seq_lens.clone()
-            new_seq_lens[view.order[:count].long()] = view.row_lens[:count]
+            if seq_lens is None:
+                # The relay is by slot, so the rows need not be put in batch order.
+                view, count = steps[0].staged.view, len(batch.reqs)
+                self.relay.publish(view.slots[:count].long(), view.row_lens[:count])
+            else:
+                self.relay.publish(batch.req_pool_indices, seq_lens)
+        elif seq_lens is None:
+            seq_lens = self._lengths_after(steps[0], batch.seq_lens)
         result = GenerationBatchResult(
-            logits_output=forward.logits_output,
-            next_token_ids=outcome.tokens.flatten(),
-            accept_lens=outcome.accept_lens,
-            cap_lens=torch.from_numpy(host.pending[host.order[host.num_drafts :]]),
-            new_seq_lens=new_seq_lens,
+            logits_output=steps[-1].logits_output,
+            next_token_ids=joined.tokens.flatten(),
+            accept_lens=joined.accept_lens,
+            cap_lens=joined.drafts,
+            new_seq_lens=None if batch.enable_overlap else seq_lens,
             # The tokens stay in the state, which the scheduler's relay shares.
             next_draft_input=NextStepInput(),
             speculative_num_draft_tokens=self.speculative_num_draft_tokens,
-            can_run_cuda_graph=forward.can_run_cuda_graph,
+            can_run_cuda_graph=steps[-1].feedback.graph,
         )
-        ended = torch.cuda.Event(enable_timing=True)
-        ended.record()
-        self._in_row += 1
-        verified = []
-        for row in rows:
-            state = states[row]
-            verified.append((state, batch.reqs[row], state.pending))
-            state.begin_settling()
-        for row in host.draft_rows:
-            states[row].pending += 1
-            states[row].age += 1
-        feedback = Feedback(
-            self,
-            shape,
-            host.num_drafts,
-            verified,
-            started,
-            ended,
-            forward.can_run_cuda_graph,
-            self._in_row > UNSETTLED_STEPS,
-        )
-        setattr(result, VERIFIED_ROWS, rows)
-        setattr(result, FEEDBACK, feedback)
+        setattr(result, VERIFIED_ROWS, joined.rows)
+        setattr(result, FEEDBACK, joined.feed)
         return result
 
     # -- start-up profile --
@@ -348,33 +394,15 @@ class GpuWorker(AspireWorker):
     def profile_step(
         self, slots: list[int], seq_len: int, pending: int, verify: bool
     ) -> tuple[StepShape, Callable[[], float]]:
-        rows = len(slots)
-        device = self.req_to_token_pool.req_to_token.device
-        seq_lens = torch.full((rows,), seq_len, dtype=torch.int64, device=device)
-        draft_kv = self.model_runner.attn_backend.context.draft_kv(seq_len + pending)
-        pendings, modes = [pending] * rows, [verify] * rows
-        shape = step_shape([seq_len] * rows, pendings, modes, [draft_kv] * rows)
+        return device_step(self, slots, seq_len, pending, verify)
 
-        def seconds() -> float:
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            staged = self.stage(HostStep.build(slots, pendings, modes), seq_lens)
-            batch = ForwardBatch(
-                forward_mode=ForwardMode.TARGET_VERIFY,
-                batch_size=rows,
-                input_ids=staged.view.input_ids,
-                req_pool_indices=torch.tensor(slots, device=device),
-                seq_lens=seq_lens,
-                seq_lens_sum=rows * seq_len,
-                out_cache_loc=staged.view.out_cache_loc,
-                positions=staged.view.positions,
-                spec_algorithm=self.model_runner.spec_algorithm,
-                spec_info=StagedForwardInput(staged.view.positions, staged.layout),
-                capture_hidden_mode=CaptureHiddenMode.NULL,
-                num_token_non_padded_cpu=staged.view.input_ids.shape[0],
-            )
-            self.target_worker.forward_batch_generation(None, forward_batch=batch, is_verify=True)
-            torch.cuda.synchronize()
-            return time.perf_counter() - start
 
-        return shape, seconds
+def _shape(running: Running, step: HostStep, draft_kv: Sequence[int]) -> StepShape:
+    """What a step costs."""
+    order = step.order
+    return step_shape(
+        np.asarray(running.seq_lens)[order],
+        step.pending[order],
+        np.arange(len(order)) >= step.num_drafts,
+        np.asarray(draft_kv)[order],
+    )

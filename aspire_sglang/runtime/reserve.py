@@ -13,6 +13,8 @@ from aspire_sglang.runtime.arguments import is_aspire
 AHEAD = 64
 """Slots beyond the reserve that a request is given where the pool has them; whole pages."""
 
+_ALIGN = 4
+
 
 def reserve_slots(original: Callable[[Any], None], batch: Any) -> None:
     """AROUND ``eagle_prepare_for_decode``: give slots to requests whose reserve ran low.
@@ -98,11 +100,39 @@ def _reserve() -> int:
     return get_alloc_reserve_per_decode()
 
 
+def warm_up(req_to_token: torch.Tensor, most: int) -> None:
+    """Compile the kernel that writes handed out slots, for all that it is compiled for.
+
+    It is compiled for each power of two of requests and for aligned and other addresses of the
+    slots, each when it is first met: the requests running then would wait for the compiler.
+
+    Args:
+        req_to_token: the request table; nothing is written.
+        most: requests that may run at once.
+    """
+    from sglang.srt.mem_cache.allocation import assign_req_to_token_pool_func
+
+    device, size = req_to_token.device, 1
+    lengths = torch.zeros(2 * most, dtype=torch.int32, device=device)
+    rows = torch.zeros(2 * most, dtype=torch.int64, device=device)
+    slots = torch.zeros(2, dtype=torch.int64, device=device)
+    while size < 2 * most:
+        for start in (0, 1):
+            assign_req_to_token_pool_func(
+                rows[:size], req_to_token, lengths[:size], lengths[:size], slots[start:], size
+            )
+        size *= 2
+
+
 def _give_slots(batch: Any, needy: list[Any], held: Sequence[int], wanted: Sequence[int]) -> None:
     from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
 
     on_gpu = torch.device(batch.device).type == "cuda"
-    lengths = torch.tensor([held, wanted], dtype=torch.int32, pin_memory=on_gpu)
+    count = len(needy)
+    # Both rows at aligned addresses: kernels are compiled anew for others.
+    filling = [0] * (-count % _ALIGN)
+    rows = [[*held, *filling], [*wanted, *filling]]
+    lengths = torch.tensor(rows, dtype=torch.int32, pin_memory=on_gpu)
     slots = torch.tensor([req.req_pool_idx for req in needy], pin_memory=on_gpu)
     # A blocking copy would wait for the step that is running.
     there = lengths.to(batch.device, non_blocking=True)
@@ -111,10 +141,10 @@ def _give_slots(batch: Any, needy: list[Any], held: Sequence[int], wanted: Seque
         req_to_token_pool=batch.req_to_token_pool,
         reqs=needy,
         req_pool_indices=slots.to(batch.device, non_blocking=True),
-        cur_kv_lens=there[0],
-        cur_kv_lens_cpu=lengths[0],
-        nxt_kv_lens=there[1],
-        nxt_kv_lens_cpu=lengths[1],
+        cur_kv_lens=there[0, :count],
+        cur_kv_lens_cpu=lengths[0, :count],
+        nxt_kv_lens=there[1, :count],
+        nxt_kv_lens_cpu=lengths[1, :count],
         num_needed_tokens=sum(wanted) - sum(held),
         batch=batch,
     )

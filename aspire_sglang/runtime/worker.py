@@ -190,6 +190,9 @@ class AspireWorker(PlainPhases, BaseSpecWorker):
         """
         config = self.ranks.from_first(load_config)
         check_for_ranks(config, self.ranks)
+        if "gamma_max" not in config.model_fields_set:
+            most = min(config.gamma_max, self.speculative_num_steps)
+            config = config.model_copy(update={"gamma_max": most})
         if config.gamma_max > self.speculative_num_steps:
             raise ConfigError(
                 f"gamma_max {config.gamma_max} needs a restart: this server holds at most "

@@ -15,7 +15,7 @@ from aspire_sglang.attention.mixed import AttentionSpec
 from aspire_sglang.attention.rows import ForwardRows
 from aspire_sglang.attention.step_buffers import HostStep, StepBuffers, pack_step
 from aspire_sglang.attention.triton_mixed import TritonMixedAttention
-from aspire_sglang.context.selection import SelectionConfig
+from aspire_sglang.context.selection import SelectionConfig, select_pages
 from aspire_sglang.context.sparse import RefreshConfig, SparseContext
 from aspire_sglang.kernels.step_layout import lay_out_step
 
@@ -30,6 +30,31 @@ def lay_out(buffers, step, rows, tokens, seq_lens, state, table, drafts_vote=Tru
         view.out_cache_loc, view.row_lens, view.context_lens,
     )  # fmt: skip
     return view
+
+
+def test_rows_that_are_left_out():
+    step = HostStep.build([1, 2, 3, 4], [0, 2, 3, 5], [False, True, False, True], left_out=[2, 3])
+    assert (step.num_drafts, step.num_tokens) == (1, 4)
+    assert (step.draft_rows, step.verify_rows) == ([0], [1])
+    packed = pack_step(step, 3, 4, drafts_vote=True)
+    view = StepBuffers(4, 20, "cpu").load(packed, 3, 4)
+    assert view.slots.tolist() == [1, 2, -1]
+    assert view.token_row.tolist() == [0, 1, 1, 1]
+
+
+def test_steps_that_a_graph_holds_lie_where_it_reads():
+    buffers = StepBuffers(4, 20, "cpu")
+    before = buffers.view(2, 8)
+    graph = [torch.zeros(10, dtype=torch.int64) for _ in range(3)]
+    buffers.adopt(*graph)
+    small, large = buffers.view(2, 8), buffers.view(4, 20)
+    assert buffers.adopted
+    found = small.input_ids, small.positions, small.out_cache_loc
+    for view, place in zip(found, graph, strict=True):
+        assert view.data_ptr() == place.data_ptr()
+        assert view.shape == (8,)
+    assert large.input_ids.data_ptr() == before.input_ids.data_ptr() != graph[0].data_ptr()
+    assert small.token_row.data_ptr() == before.token_row.data_ptr()
 
 
 def test_layout_with_padding():
@@ -79,7 +104,7 @@ def test_draft_rows_may_keep_their_vote():
 class Model:
     """Three layers of one pool, attended by the GPU and by the CPU implementation."""
 
-    def __init__(self, page: int, refresh: RefreshConfig) -> None:
+    def __init__(self, page: int, refresh: RefreshConfig, reads_all: bool = True) -> None:
         rng = torch.Generator().manual_seed(page)
         slots = 6 * WIDTH + page
         self.k = torch.randn((LAYERS, slots, KV_HEADS, DIM), generator=rng)
@@ -104,6 +129,7 @@ class Model:
             page_size=page,
             max_rows=8,
             max_seqlen_q=5,
+            refresh_reads_all=reads_all,
         )
         pool = SimpleNamespace(
             start_layer=0,
@@ -189,6 +215,55 @@ def test_equals_the_cpu_implementation(page, refresh):
     model.step([1, 2, 4, 3], [230, 40, 175, 291], [1, 1, 1, 1], [False, True, False, True], pad=1)
     model.step([1, 2, 4, 3], [230, 42, 175, 292], [2, 0, 2, 0], [True, True, False, False])
     model.step([2, 4], [43, 175], [0, 3], [True, True], pad=3)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("same_step", [True, False], ids=["same-step", "next-step"])
+def test_draft_rows_score_everything_and_attend_to_their_list(page, same_step):
+    model = Model(page, RefreshConfig("refresh", 1, same_step), reads_all=False)
+    slots, lens = [1, 4], [230, 175]
+    model.prefill(slots, lens)
+    lists = model.gpu.context.lists
+    host = HostStep.build(slots, [0, 0], [False, False])
+    view = lay_out(model.buffers, host, 3, 3, torch.tensor(lens), model.state, model.table)
+    model.gpu.plan(view)
+
+    def listed() -> list[torch.Tensor]:
+        # A row's last position is that of its query.
+        found = lists.draft_positions(torch.tensor(slots), torch.tensor(lens))
+        return [row[:count] for row, count in zip(*found, strict=True)]
+
+    in_use = listed()
+    for layer in model.layers():
+        number, q = layer.layer_id, model.queries(3)
+        got, scores = torch.zeros_like(q), []
+        model.gpu.attend(layer, q, model.k[number], model.v[number], got)
+        for row, slot in enumerate(slots):
+            want, lse = attention(model, number, slot, q[row], in_use[row])
+            torch.testing.assert_close(got[row], want, atol=2e-5, rtol=2e-5)
+            everything = torch.arange(lens[row] + 1)
+            logits = logits_of(model, number, slot, q[row], everything)
+            votes = torch.nn.functional.pad((logits - lse[:, None]).exp().amax(0), (0, 320))
+            scores.append(votes[:WIDTH].view(-1, 16).sum(1))
+        assert not got[2:].any()
+        if number == 1:
+            counts = torch.tensor(lens) + 1
+            best = select_pages(torch.stack(scores), counts, lists.config)
+            found = lists.pages[slots][:, : best.pages.shape[1]]
+            assert found.tolist() == best.pages.tolist()
+            if same_step:
+                in_use = listed()
+
+
+def logits_of(model, layer, slot, q, positions):
+    keys = model.k[layer][model.table[slot].long()[positions]].repeat_interleave(GROUP, 1)
+    return torch.einsum("hd,nhd->hn", q, keys) * DIM**-0.5
+
+
+def attention(model, layer, slot, q, positions):
+    logits = logits_of(model, layer, slot, q, positions)
+    values = model.v[layer][model.table[slot].long()[positions]].repeat_interleave(GROUP, 1)
+    return torch.einsum("hn,nhd->hd", logits.softmax(-1), values), logits.logsumexp(-1)
 
 
 def test_pages_that_do_not_nest_are_refused():

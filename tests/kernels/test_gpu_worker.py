@@ -14,7 +14,7 @@ pytest.importorskip("sglang.srt.speculative.base_spec_worker")
 from aspire_sglang.attention.step_buffers import StepBuffers
 from aspire_sglang.context.selection import SelectionConfig
 from aspire_sglang.context.sparse import RefreshConfig, SparseContext
-from aspire_sglang.runtime import gpu_worker, worker
+from aspire_sglang.runtime import gpu_profile, gpu_step, gpu_worker, worker
 from aspire_sglang.runtime import plain_steps as plain_steps_module
 from aspire_sglang.runtime.plain_steps import PLAIN_PHASE
 from aspire_sglang.runtime.results import FEEDBACK, VERIFIED_ROWS
@@ -222,6 +222,125 @@ def test_counts_on(monkeypatch, late, tiers):
     assert all(state.unsettled == 0 for state in made.state._slots.values())
 
 
+@pytest.mark.parametrize("late", [0, 1], ids=["at-once", "one-step-late"])
+@pytest.mark.parametrize(
+    "policy", ["staggered, gamma: 3", "staggered, gamma: 1", "fixed, gamma: 2"]
+)
+def test_pairs_of_steps_write_what_single_steps_write(monkeypatch, late, policy):
+    found = {}
+    for below in (0.0, 1.0):
+        monkeypatch.setattr(gpu_step, "PAIRED_BELOW", below)
+        made = make(monkeypatch, [2, 5, 10, 15])
+        monkeypatch.setenv(
+            "ASPIRE_CONFIG", f"{{scheduler: {{policy: {policy}}}, cost_profile: false}}"
+        )
+        made.reload_config()
+        made.mixed_graphs = Graphs(made)
+        batch = Batch([10, 20, 30], new_tokens=14)
+        batch.reqs[1].sampling_params.max_new_tokens = 9
+        start(made, batch)
+        queue, rows, both = [], [], 0
+        while any(len(r.output_ids) < r.sampling_params.max_new_tokens for r in batch.reqs):
+            before = made._in_row
+            result = batch.decode(made)
+            both += made._in_row - before == 2
+            rows.append(getattr(result, VERIFIED_ROWS))
+            queue.append((batch.snapshot(), result))
+            if len(queue) > late:
+                batch.process(*queue.pop(0))
+        for each in queue:
+            batch.process(*each)
+        # SGLang processes the rows of a result one by one: nobody may be in it twice.
+        assert all(len(set(row)) == len(row) for row in rows)
+        assert (both > 2) == (below > 0)
+        assert batch.seq_lens.tolist() == [req.kv_committed_len for req in batch.reqs]
+        assert all(state.unsettled == 0 for state in made.state._slots.values())
+        assert made.telemetry.totals["accepted_drafts"] > 5
+        found[below] = [req.output_ids[: req.sampling_params.max_new_tokens] for req in batch.reqs]
+    assert found[0.0] == found[1.0]
+    assert [len(text) for text in found[1.0]] == [14, 9, 14]
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["at-once", "one-step-late"])
+def test_pairs_draw_the_same_samples(monkeypatch, late):
+    """Whatever the drafts are worth: the noise belongs to a request and a position."""
+    texts = []
+    for below in (0.0, 1.0):
+        monkeypatch.setattr(gpu_step, "PAIRED_BELOW", below)
+        made = make(monkeypatch, [2, 5, 10, 15])
+        monkeypatch.setenv(
+            "ASPIRE_CONFIG", "{scheduler: {policy: staggered, gamma: 3}, cost_profile: false}"
+        )
+        made.reload_config()
+        made.mixed_graphs = Graphs(made, noisy=True)
+        batch = Batch([10, 20, 30], new_tokens=30)
+        for req in batch.reqs[:2]:
+            params = req.sampling_params
+            params.top_k, params.top_p, params.min_p = 1 << 30, 1.0, 0.0
+            params.temperature = 0.8
+        start(made, batch)
+        queue, both = [], 0
+        while any(len(req.output_ids) < 30 for req in batch.reqs):
+            before = made._in_row
+            queue.append((batch.snapshot(), batch.decode(made)))
+            both += made._in_row - before == 2
+            if len(queue) > late:
+                batch.process(*queue.pop(0))
+        for each in queue:
+            batch.process(*each)
+        assert (both > 5) == (below > 0)
+        totals = made.telemetry.totals
+        assert totals["accepted_drafts"] > 10
+        assert totals["discarded_drafts"] > 10
+        texts.append([req.output_ids[:30] for req in batch.reqs])
+    assert texts[0] == texts[1]
+    assert len(set(texts[0][0])) > 10
+
+
+class Graphs:
+    """SGLang's graphs: they read the step from the buffers.
+
+    ``noisy``: the model is not sure of the next token, and drafts see it a little differently.
+    """
+
+    def __init__(self, made, noisy: bool = False) -> None:
+        self._runner = made.model_runner
+        rng = torch.Generator().manual_seed(5)
+        self._target = 2 * torch.randn((VOCAB, VOCAB), generator=rng)
+        self._draft = self._target + 0.7 * torch.randn((VOCAB, VOCAB), generator=rng)
+        self._noisy = noisy
+
+    def replay(self, tokens: int):
+        places = min(tokens, self._runner.decode_cuda_graph_runner.max_bs)
+        view = self._runner.attn_backend.steps.view(places, tokens)
+        ids = view.input_ids
+        logits = torch.nn.functional.one_hot((ids + 1) % VOCAB, VOCAB).float()
+        if self._noisy:
+            drafts = view.draft[view.token_row.clamp(min=0).long()].bool()
+            logits = torch.where(drafts[:, None], self._draft[ids], self._target[ids])
+        for hook in self._runner.capture_tail_hooks:
+            output = SimpleNamespace(next_token_logits=logits)
+            hook(None, output, SimpleNamespace(batch_size=places), tokens)
+        return logits
+
+
+def test_steps_are_paired_only_where_they_fit(monkeypatch):
+    """Not where the device takes long, nobody would draft in between, or no graph holds them."""
+    monkeypatch.setattr(gpu_step, "PAIRED_BELOW", 1.0)
+    made = make(monkeypatch, [3])
+    made.mixed_graphs = Graphs(made)
+    batch = Batch([10, 20, 30], new_tokens=40)
+    start(made, batch)
+    batch.decode(made)
+    assert made._in_row == 2
+    # A verify of three drafts each has twelve tokens, more than the graph.
+    batch.decode(made)
+    assert made._in_row == 3
+    batch.decode(made)
+    assert made._in_row == 4
+    assert [state.pending for state in made.state._slots.values()] == [0, 0, 0]
+
+
 def start(made, batch):
     batch.req_to_token_pool = made.req_to_token_pool
     first = made.forward_batch_generation(batch)
@@ -287,7 +406,7 @@ def test_no_phase_without_a_graph_that_holds_the_batch(monkeypatch):
 
 def test_profile_restores_the_table(monkeypatch):
     made = make(monkeypatch, [5, 10, 15])
-    monkeypatch.setattr(gpu_worker, "ForwardBatch", SimpleNamespace)
+    monkeypatch.setattr(gpu_profile, "ForwardBatch", SimpleNamespace)
     before = made.req_to_token_pool.req_to_token.clone()
     made.profile_lengths, made.profile_rows = (30, 60), (1, 3)
     samples = gpu_worker_profile(made)

@@ -197,3 +197,23 @@ def test_settings_that_do_not_fit_are_found_at_start(on_gpu, monkeypatch, settin
     monkeypatch.setenv("ASPIRE_CONFIG", setting)
     with pytest.raises(ValueError, match=f"^ASPIRE: {named}"):
         algorithm._checked_config(server_args(), on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("heads", "most"),
+    [
+        ((32, 8, 128), 15),
+        ((40, 8, 128), 11),
+        ((64, 8, 128), 7),
+        ((16, 8, 128), 16),
+        ((9, 3, 64), 16),
+        ((32, 2, 128), 16),
+    ],
+)
+def test_drafts_that_nobody_asked_for_fit_the_small_tile(heads, most):
+    from aspire_sglang.runtime.algorithm import _fitting_gamma
+
+    queries, keys, width = heads
+    model = SimpleNamespace(num_attention_heads=queries, num_key_value_heads=keys, head_dim=width)
+    assert _fitting_gamma(16, model) == most
+    assert _fitting_gamma(5, model) == 5

@@ -145,3 +145,23 @@ def test_plain_steps_of_a_full_pool_take_one_slot_each(monkeypatch):
 def test_tokens_whose_number_is_not_known_yet_have_slots_too(monkeypatch):
     assert not plain(monkeypatch, Plain([request(1, 20, 27)]), ahead=6)
     assert plain(monkeypatch, Plain([request(1, 20, 25)]), ahead=6)
+
+
+def test_every_size_of_a_batch_is_compiled_for_at_start(monkeypatch):
+    calls = []
+
+    def assign(rows, table, starts, ends, slots, count):
+        assert starts.tolist() == ends.tolist() == [0] * count == rows.tolist()
+        calls.append((count, slots.data_ptr() % 16 == 0))
+
+    monkeypatch.setattr(allocation, "assign_req_to_token_pool_func", assign)
+    reserve.warm_up(torch.zeros((7, 8), dtype=torch.int32), 6)
+    assert {count for count, _ in calls} == {1, 2, 4, 8}
+    assert len(set(calls)) == 8
+
+
+def test_lengths_are_aligned(monkeypatch):
+    (given,) = prepare(monkeypatch, [request(slot, 25, 30) for slot in (1, 2, 3)], page=1)[0]
+    near, far = given["cur_kv_lens"], given["nxt_kv_lens"]
+    assert (near.tolist(), far.tolist()) == ([30] * 3, [35] * 3)
+    assert (far.data_ptr() - near.data_ptr()) % 16 == 0
