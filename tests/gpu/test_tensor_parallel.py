@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 TAU = 0.26
 """As for one GPU, see ``test_engine.py``."""
 
-VARIANTS = ("eager", "overlap", "phases", "tiny")
+VARIANTS = ("eager", "overlap", "phases")
 CHECKED = ("checked", "checked_phases")
 
 
