@@ -49,7 +49,9 @@ class Heard(Ranks):
         return scores
 
 
-def page_lists(ranks: Ranks, reduction: str, share: int, shares: int) -> list[list[list[int]]]:
+def page_lists(
+    ranks: Ranks, reduction: str, share: int, shares: int, reads_all: bool = False
+) -> list[list[list[int]]]:
     """Lists after a prefill and after a mixed step, as seen by one of ``shares`` equal ranks."""
     torch.manual_seed(5)
     slots = 4 * WIDTH
@@ -72,6 +74,7 @@ def page_lists(ranks: Ranks, reduction: str, share: int, shares: int) -> list[li
         page_size=1,
         max_rows=4,
         max_seqlen_q=5,
+        refresh_reads_all=reads_all,
         ranks=ranks,
     )
     layer = SimpleNamespace(layer_id=0, scaling=0.125, logit_cap=0.0)
@@ -103,7 +106,8 @@ def expected_lists(reduction: str) -> list[list[list[int]]]:
 
     heard = [Heard() for _ in range(SIZE)]
     for share, ranks in enumerate(heard):
-        page_lists(ranks, reduction, share, SIZE)
+        # Where draft rows read everything, scores do not depend on the lists before.
+        page_lists(ranks, reduction, share, SIZE, reads_all=True)
     config = SelectionConfig(PAGE, 6, 0.1, 1, 2, reduction)  # type: ignore[arg-type]
     found = []
     for step, lens in enumerate(([230, 300], [232, 303])):
@@ -241,6 +245,10 @@ def run_rank(rank: int, port: int, results: Any) -> None:
     seen: dict[str, Any] = {
         f"lists {reduction}": page_lists(ranks, reduction, rank, SIZE) for reduction in REDUCTIONS
     }
+    seen |= {
+        f"lists {reduction}, reads all": page_lists(ranks, reduction, rank, SIZE, reads_all=True)
+        for reduction in REDUCTIONS
+    }
     seen["disagreements"] = disagreements(ranks)
     seen["filtered"] = filtered(ranks)
     with pytest.MonkeyPatch.context() as patch:
@@ -267,7 +275,9 @@ def seen() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_all_heads_vote_for_the_same_pages(seen, reduction):
     lists = [one[f"lists {reduction}"] for one in seen]
-    assert lists[0] == lists[1] == expected_lists(reduction)
+    assert lists[0] == lists[1]
+    reading_all = [one[f"lists {reduction}, reads all"] for one in seen]
+    assert reading_all[0] == reading_all[1] == expected_lists(reduction)
     # A rank by itself would choose others.
     alone = [page_lists(Ranks(), reduction, share, SIZE) for share in range(SIZE)]
     assert alone[0] != lists[0]
