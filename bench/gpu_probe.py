@@ -10,6 +10,7 @@ engine; nothing of it is installed. What it does is chosen by environment variab
   KV has to find;
 * ``PROBE_REPLAY=0.9``: drafts are accepted at that rate whatever the model says, for random
   weights, whose own acceptance says nothing; ``probe_replay`` changes the rate;
+* ``PROBE_ONE_GPU=1``: the ranks of an engine share the first GPU, see ``bench/gpu_shared.py``;
 * ``PROBE_PHASES=1``: phases of plain steps begin at random and have random lengths;
 * ``PROBE_READS_ALL=1``: at the refresh layer draft rows attend to everything;
 * ``PROBE_PAIRS``: steps that take the device less than so many seconds are launched in pairs.
@@ -27,6 +28,8 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from bench.gpu_shared import share_one_gpu
 
 
 def install(folder: Path) -> None:
@@ -51,6 +54,8 @@ def load() -> None:
     Scheduler.probe_pairs = probe_pairs
     if os.environ.get("PROBE_SPLITS"):
         _read_in_one_piece()
+    if os.environ.get("PROBE_ONE_GPU"):
+        share_one_gpu()
     if os.environ.get("PROBE_BREAK"):
         _keep_draft_kv()
     if os.environ.get("PROBE_REPLAY"):

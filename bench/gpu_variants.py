@@ -116,4 +116,6 @@ def engine_arguments(tp_size: int, first_gpu: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = {"base_gpu_id": first_gpu}
     if tp_size > 1:
         found |= {"tp_size": tp_size, "disable_custom_all_reduce": True}
+    if os.environ.get("PROBE_ONE_GPU"):
+        found |= {"disable_cuda_graph": True}
     return found
