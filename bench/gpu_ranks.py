@@ -30,7 +30,7 @@ def ranks(lab: Lab) -> dict[str, Any]:
         if not name.startswith("checked"):
             continue
         before, start = engine.counters(), time.perf_counter()
-        ends = engine.ask("many", requests=_requests(lab.prompts), together=TOGETHER, timeout=200.0)
+        ends = engine.ask("many", requests=_requests(lab.prompts), together=TOGETHER, timeout=400.0)
         counters = engine.counters()
         found[name] = {
             "requests": len(ends),
