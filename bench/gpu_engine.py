@@ -48,6 +48,8 @@ def serve(
     file = Path(f"{log}.yaml")
     file.write_text(config)
     os.environ.update(environment, ASPIRE_CONFIG=str(file))
+    if (extra or {}).get("tp_size", 1) > 1:
+        os.environ["PROBE_TENSOR_PARALLEL"] = "1"
     probe = Path(f"{log}.probe")
     gpu_probe.install(probe)
     root = str(Path(__file__).resolve().parents[1])

@@ -10,6 +10,7 @@ engine; nothing of it is installed. What it does is chosen by environment variab
   KV has to find;
 * ``PROBE_REPLAY=0.9``: drafts are accepted at that rate whatever the model says, for random
   weights, whose own acceptance says nothing; ``probe_replay`` changes the rate;
+* ``PROBE_TENSOR_PARALLEL=1``: several ranks are not refused, so that they can be tried;
 * ``PROBE_ONE_GPU=1``: the ranks of an engine share the first GPU, see ``bench/gpu_shared.py``;
 * ``PROBE_PHASES=1``: phases of plain steps begin at random and have random lengths;
 * ``PROBE_READS_ALL=1``: at the refresh layer draft rows attend to everything;
@@ -54,6 +55,8 @@ def load() -> None:
     Scheduler.probe_pairs = probe_pairs
     if os.environ.get("PROBE_SPLITS"):
         _read_in_one_piece()
+    if os.environ.get("PROBE_TENSOR_PARALLEL"):
+        _allow_ranks()
     if os.environ.get("PROBE_ONE_GPU"):
         share_one_gpu()
     if os.environ.get("PROBE_BREAK"):
@@ -232,6 +235,13 @@ def _random_phases() -> None:
         return choice.choice([0, 0, 1, 1, 2, 3, 7, 40])
 
     setattr(ModeScheduler, "plain_steps", plain_steps)  # noqa: B010
+
+
+def _allow_ranks() -> None:
+    from aspire_sglang.runtime import flag_checks
+
+    rows = tuple(row for row in flag_checks.FLAGS if "tp_size" not in row.flags)
+    setattr(flag_checks, "FLAGS", rows)  # noqa: B010
 
 
 def _read_in_one_piece() -> None:

@@ -67,7 +67,7 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namesp
     if speculative:
         faults += flag_faults(args, cpu_platform.is_active())
         faults += filter(None, (_missing_model(args), _context_too_long(args), _port_in_use(args)))
-    if getattr(args, "attention_backend", None) == "aspire":
+    if getattr(args, "attention_backend", None) == "aspire" and cpu_platform.is_active():
         faults += filter(None, (_heads_do_not_divide(args),))
     if faults:
         stop(*faults)

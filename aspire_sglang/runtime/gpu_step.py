@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from aspire_sglang.attention.step_buffers import HostStep, StepView
+from aspire_sglang.runtime.batching import step_shape
 from aspire_sglang.runtime.device_sampler import DeviceAccepted
 from aspire_sglang.runtime.draft_state import SlotState
 from aspire_sglang.runtime.gpu_graphs import TierLayout
+from aspire_sglang.runtime.modes import Running
 from aspire_sglang.speculation.cost_model import StepShape
 
 # Steps take a few milliseconds and learning from one a fifth of one.
@@ -121,3 +125,14 @@ class Joined:
             end = start + len(feedback.verified)
             feedback(accept_lens[start:end])
             start = end
+
+
+def shape_of(running: Running, step: HostStep, draft_kv: Sequence[int]) -> StepShape:
+    """What a step costs."""
+    order = step.order
+    return step_shape(
+        np.asarray(running.seq_lens)[order],
+        step.pending[order],
+        np.arange(len(order)) >= step.num_drafts,
+        np.asarray(draft_kv)[order],
+    )

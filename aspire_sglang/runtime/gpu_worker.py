@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -28,13 +27,12 @@ from aspire_sglang.attention.step_buffers import HostStep, StepView, pack_step
 from aspire_sglang.config import AspireConfig, ConfigError
 from aspire_sglang.kernels.step_layout import lay_out_step
 from aspire_sglang.runtime import gpu_step
-from aspire_sglang.runtime.batching import step_shape
 from aspire_sglang.runtime.device_sampler import DeviceSampler, RequestSampling, choose_tokens
 from aspire_sglang.runtime.device_state import DeviceState
 from aspire_sglang.runtime.draft_state import SlotState
 from aspire_sglang.runtime.gpu_graphs import MixedGraphs, PlainGraphs, TierLayout, tier_of
 from aspire_sglang.runtime.gpu_profile import device_step
-from aspire_sglang.runtime.gpu_step import Feedback, Joined, Launched, Staged
+from aspire_sglang.runtime.gpu_step import Feedback, Joined, Launched, Staged, shape_of
 from aspire_sglang.runtime.modes import Running
 from aspire_sglang.runtime.reserve import warm_up
 from aspire_sglang.runtime.results import FEEDBACK, VERIFIED_ROWS
@@ -223,7 +221,7 @@ class GpuWorker(AspireWorker):
             lists = self.model_runner.attn_backend.context.lists
             costs = tuple(self.cost.model.coefficients)
             self.rank_check.compare_staged(step, staged.view, lists, costs)
-        shape = _shape(running, step, draft_kv)
+        shape = shape_of(running, step, draft_kv)
         # Not before: what the host does until here is not the device's time.
         started = torch.cuda.Event(enable_timing=True)
         started.record()
@@ -395,14 +393,3 @@ class GpuWorker(AspireWorker):
         self, slots: list[int], seq_len: int, pending: int, verify: bool
     ) -> tuple[StepShape, Callable[[], float]]:
         return device_step(self, slots, seq_len, pending, verify)
-
-
-def _shape(running: Running, step: HostStep, draft_kv: Sequence[int]) -> StepShape:
-    """What a step costs."""
-    order = step.order
-    return step_shape(
-        np.asarray(running.seq_lens)[order],
-        step.pending[order],
-        np.arange(len(order)) >= step.num_drafts,
-        np.asarray(draft_kv)[order],
-    )

@@ -2,6 +2,8 @@
 
 Takes about four minutes. The model is the one of ``test_engine.py`` with a KV head more, so that
 two ranks can share it out; ``ASPIRE_TEST_MODEL`` names the model without.
+
+Servers refuse several GPUs until these tests have passed on two; the engines here do not.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tests.server.client import Client
@@ -31,3 +33,12 @@ def gaps(plain: Client, prompt_ids: list[int], output_ids: list[int]) -> list[fl
 def assert_greedy(plain: Client, prompt_ids: list[int], output_ids: list[int]) -> None:
     found = gaps(plain, prompt_ids, output_ids)
     assert max(found, default=0.0) <= TAU, f"gap {max(found)} at token {found.index(max(found))}"
+
+
+def assert_all_greedy(
+    plain: Client, prompts: Sequence[list[int]], answers: Sequence[dict[str, Any]]
+) -> None:
+    """Score many answers at once: prefills of several texts share their steps."""
+    with ThreadPoolExecutor(16) as pool:
+        outputs = [answer["output_ids"] for answer in answers]
+        list(pool.map(lambda pair: assert_greedy(plain, *pair), zip(prompts, outputs, strict=True)))
