@@ -127,7 +127,7 @@ def serve(ranks: Ranks, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     patch.setattr(Ranks, "of_model", classmethod(lambda cls: ranks))
     patch.setenv("ASPIRE_CHECK_RANKS", "1")
     made = test_gpu_worker.make(patch, [5, 10, 15])
-    patch.setattr(test_gpu_worker.Event, "elapsed_time", lambda self, other: 1.0 + 2.0 * ranks.rank)
+    patch.setattr(test_gpu_worker.Event, "elapsed_time", lambda self, other: 9.0 + 2.0 * ranks.rank)
     made.plain.attach(test_gpu_worker.Relay(made))
     made._plain_graphs = SimpleNamespace(places=lambda rows: 4, in_use=contextlib.nullcontext)
     lengths = iter([0, 9, 0, 0, 8] + 40 * [0])
