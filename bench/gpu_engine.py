@@ -32,8 +32,14 @@ DECODE_LINE = re.compile(
 )
 
 
-def serve(name: str, model: str, room: int, log: str, pipe: Any) -> None:
-    """One engine; answers requests ``(method, arguments)`` until None comes."""
+def serve(
+    name: str, model: str, room: int, log: str, pipe: Any, extra: dict[str, Any] | None = None
+) -> None:
+    """One engine; answers requests ``(method, arguments)`` until None comes.
+
+    Args:
+        extra: arguments of all engines of a run, which those of the variant come before.
+    """
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
@@ -42,6 +48,8 @@ def serve(name: str, model: str, room: int, log: str, pipe: Any) -> None:
     file = Path(f"{log}.yaml")
     file.write_text(config)
     os.environ.update(environment, ASPIRE_CONFIG=str(file))
+    if (extra or {}).get("tp_size", 1) > 1:
+        os.environ["PROBE_TENSOR_PARALLEL"] = "1"
     probe = Path(f"{log}.probe")
     gpu_probe.install(probe)
     root = str(Path(__file__).resolve().parents[1])
@@ -61,6 +69,7 @@ def serve(name: str, model: str, room: int, log: str, pipe: Any) -> None:
                 "mem_fraction_static": 0.85,
                 "log_level": "info",
                 "sampling_backend": "pytorch",
+                **(extra or {}),
                 **arguments,
             }
         )
@@ -70,8 +79,8 @@ def serve(name: str, model: str, room: int, log: str, pipe: Any) -> None:
             start = time.perf_counter()
             if method == "configure":
                 answer = gpu_requests.configure(engine, file, **given)
-            elif method in ("arrivals", "profiled"):
-                task = gpu_requests.arrivals if method == "arrivals" else gpu_requests.profiled
+            elif method in gpu_requests.TASKS:
+                task = gpu_requests.TASKS[method]
                 answer = engine.loop.run_until_complete(task(engine, **given))
             else:
                 answer = getattr(engine, method)(**given)
@@ -85,13 +94,15 @@ def serve(name: str, model: str, room: int, log: str, pipe: Any) -> None:
 class Variant:
     """Parent's end of one engine process."""
 
-    def __init__(self, name: str, model: str, room: int, out: Path) -> None:
+    def __init__(
+        self, name: str, model: str, room: int, out: Path, extra: dict[str, Any] | None = None
+    ) -> None:
         self.name, self.alive = name, True
         self.log = out / f"{name}.log"
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
-            target=serve, args=(name, model, room, str(self.log), theirs)
+            target=serve, args=(name, model, room, str(self.log), theirs, extra)
         )
         self.process.start()
         theirs.close()

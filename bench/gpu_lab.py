@@ -18,9 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import gpu_engine, gpu_exact
+from bench import gpu_engine, gpu_exact, gpu_variants
 from bench.gpu_profile import host, profile, timeline
-from bench.gpu_variants import SETTINGS
+from bench.gpu_ranks import killed_rank, ranks
 
 NEW_TOKENS = 96
 
@@ -34,8 +34,10 @@ class Lab:
         out: Path = options.out
         out.mkdir(parents=True, exist_ok=True)
         room = max(options.requests) * (options.prompt_tokens + options.new_tokens[1] + 200)
+        extra = gpu_variants.engine_arguments(options.tp_size)
         self.engines = {
-            name: gpu_engine.Variant(name, options.model, room, out) for name in options.engines
+            name: gpu_engine.Variant(name, options.model, room, out, extra)
+            for name in options.engines
         }
         count = max(*options.requests, 64)
         self.prompts = gpu_engine.load_prompts(options.model, count, options.prompt_tokens)
@@ -72,7 +74,7 @@ class Lab:
         if name.startswith("reads_all "):
             name = name.removeprefix("reads_all ")
             engine = self.engines.get("reads_all")
-        if engine and not engine.ask("configure", text=SETTINGS.get(name, name)):
+        if engine and not engine.ask("configure", text=gpu_variants.SETTINGS.get(name, name)):
             raise ValueError(f"settings {name} were not taken")
         if engine:
             below = 0.0 if name == "unpaired" else None
@@ -273,7 +275,10 @@ def arrivals(lab: Lab) -> dict[str, Any]:
 
 PHASES = {
     phase.__name__: phase
-    for phase in (texts, scores, distributions, timed, short, arrivals, profile, host, timeline)
+    for phase in (
+        *(texts, scores, distributions, timed, short, arrivals, profile, host, timeline),
+        *(ranks, killed_rank),
+    )
 }
 
 
@@ -282,6 +287,7 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--engines", nargs="+", required=True, choices=gpu_engine.VARIANTS)
+    parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--phases", nargs="+", required=True, choices=PHASES)
     parser.add_argument("--scored", nargs="*", default=["overlap"])
     parser.add_argument("--sampled", nargs="*", default=["overlap"])

@@ -10,6 +10,8 @@ engine; nothing of it is installed. What it does is chosen by environment variab
   KV has to find;
 * ``PROBE_REPLAY=0.9``: drafts are accepted at that rate whatever the model says, for random
   weights, whose own acceptance says nothing; ``probe_replay`` changes the rate;
+* ``PROBE_TENSOR_PARALLEL=1``: several ranks are not refused, so that they can be tried;
+* ``PROBE_ONE_GPU=1``: the ranks of an engine share the first GPU, see ``bench/gpu_shared.py``;
 * ``PROBE_PHASES=1``: phases of plain steps begin at random and have random lengths;
 * ``PROBE_READS_ALL=1``: at the refresh layer draft rows attend to everything;
 * ``PROBE_PAIRS``: steps that take the device less than so many seconds are launched in pairs.
@@ -27,6 +29,8 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from bench.gpu_shared import share_one_gpu
 
 
 def install(folder: Path) -> None:
@@ -51,6 +55,10 @@ def load() -> None:
     Scheduler.probe_pairs = probe_pairs
     if os.environ.get("PROBE_SPLITS"):
         _read_in_one_piece()
+    if os.environ.get("PROBE_TENSOR_PARALLEL"):
+        _allow_ranks()
+    if os.environ.get("PROBE_ONE_GPU"):
+        share_one_gpu()
     if os.environ.get("PROBE_BREAK"):
         _keep_draft_kv()
     if os.environ.get("PROBE_REPLAY"):
@@ -68,8 +76,9 @@ def load() -> None:
 def probe_kv(scheduler: Any, texts: list[list[int]], starts: list[int], path: str) -> None:
     """Save keys and values of the cached texts, from position ``starts[i]`` on, to ``path``.
 
-    A list of ``[2, layers, tokens, heads, dim]`` tensors. The last token of a text has no KV, and
-    only whole pages are cached.
+    A list of ``[2, layers, tokens, heads, dim]`` tensors, with the heads of the first rank; other
+    ranks save theirs to ``path`` with their number behind it. The last token of a text has no KV,
+    and only whole pages are cached.
     """
     import torch
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
@@ -87,7 +96,7 @@ def probe_kv(scheduler: Any, texts: list[list[int]], starts: list[int], path: st
         keys = torch.stack([pool.get_key_buffer(layer)[slots] for layer in layers])
         values = torch.stack([pool.get_value_buffer(layer)[slots] for layer in layers])
         found.append(torch.stack([keys, values]).cpu())
-    torch.save(found, path)
+    torch.save(found, f"{path}.{scheduler.ps.tp_rank}" if scheduler.ps.tp_rank else path)
 
 
 def probe_host(scheduler: Any, path: str | None) -> None:
@@ -145,7 +154,8 @@ def probe_timeline(scheduler: Any, path: str | None) -> None:
     three in seconds on the device.
     """
     if path is not None:
-        Path(path).write_text(json.dumps(scheduler.probe_events))
+        if scheduler.ps.tp_rank == 0:
+            Path(path).write_text(json.dumps(scheduler.probe_events))
         for name in ("run_batch", "process_batch_result"):
             delattr(scheduler, name)
         if scheduler.probe_step:
@@ -227,6 +237,13 @@ def _random_phases() -> None:
     setattr(ModeScheduler, "plain_steps", plain_steps)  # noqa: B010
 
 
+def _allow_ranks() -> None:
+    from aspire_sglang.runtime import flag_checks
+
+    rows = tuple(row for row in flag_checks.FLAGS if "tp_size" not in row.flags)
+    setattr(flag_checks, "FLAGS", rows)  # noqa: B010
+
+
 def _read_in_one_piece() -> None:
     from sgl_kernel import flash_attn
 
@@ -269,6 +286,8 @@ def _replay(rate: float) -> None:
     from aspire_sglang.runtime.device_sampler import DeviceSampler
 
     original = DeviceSampler._accept
+    # Its own generator, so that tensor-parallel ranks draw alike.
+    generators: list[Any] = []
 
     def replayed(sampler: Any, step: Any, view: Any) -> Any:
         count = step.num_tokens
@@ -277,7 +296,9 @@ def _replay(rate: float) -> None:
         judged = row == row.roll(-1)
         # Not by an assignment, which would copy from the host and wait for the device.
         judged[-1:].zero_()
-        passed = torch.rand(count, device=tokens.device) < _RATE[0]
+        if not generators:
+            generators.append(torch.Generator(tokens.device).manual_seed(7))
+        passed = torch.rand(count, device=tokens.device, generator=generators[0]) < _RATE[0]
         other = (draft + 1) % 1000
         tokens.copy_(torch.where(judged, torch.where(passed, draft, other), tokens))
         return original(sampler, step, view)

@@ -1,4 +1,4 @@
-"""A large model's shape on one GPU: random weights and KV, acceptance replayed.
+"""A large model's shape on one GPU or two: random weights and KV, acceptance replayed.
 
 ``python bench/gpu_replay.py --out DIR`` starts stock SGLang with fa3, then ASPIRE, with the shape
 of Qwen3-8B, and decodes 24 requests of 30,000 tokens. Random weights say nothing about acceptance,
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import gpu_engine
 from bench.gpu_profile import kernels_of
-from bench.gpu_variants import SETTINGS
+from bench.gpu_variants import SETTINGS, engine_arguments
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -60,7 +60,8 @@ def random_prompts(count: int, length: int) -> list[list[int]]:
 
 def started(name: str, options: argparse.Namespace, model: Path, prompts: list[list[int]]) -> Any:
     room = len(prompts) * (options.prompt_tokens + 900)
-    engine = gpu_engine.Variant(name, str(model), room, options.out)
+    extra = engine_arguments(options.tp_size, options.first_gpu)
+    engine = gpu_engine.Variant(name, str(model), room, options.out, extra)
     ready = engine.receive(options.start_timeout)
     if ready is None:
         raise RuntimeError(f"{name} did not start")
@@ -133,19 +134,23 @@ def measure(options: argparse.Namespace, model: Path, save: Any) -> None:
         earlier = json.loads(options.stock.read_text())
         found = {key: earlier["replay"][key] for key in ("stock", "plain_step_s")}
         found["stock_measured_at"] = earlier["environment"]["commit"]
-    else:
+    elif "stock" in options.parts:
         stock = started("stock_8b", options, model, prompts)
         found["stock"] = rate_of(stock, prompts, lengths)
         steps = launches(steps_of(stock, prompts, 64, options.out), count)
         found["plain_step_s"] = statistics.median(steps)
         stock.process.kill()
         time.sleep(3.0)
-    plain = found["plain_step_s"]
+    plain = found.get("plain_step_s")
     read = KV_BYTES * count * (options.prompt_tokens + lengths[1] / 2) + WEIGHT_BYTES
+    # Each GPU reads its own heads and columns.
+    read /= options.tp_size
     found["plain_step_bytes"] = read
     found["plain_step_floor_s"] = {"4.8 TB/s": read / 4.8e12, "3.9 TB/s (measured)": read / 3.9e12}
     print(found, flush=True)
     save(found)
+    if "aspire" not in options.parts:
+        return
     aspire = started("replay_8b", options, model, prompts)
     aspire.ask("configure", text="{scheduler: {policy: fixed, gamma: 8}}")
     aspire.ask("collective_rpc", method="probe_replay", rate=0.9)
@@ -155,26 +160,28 @@ def measure(options: argparse.Namespace, model: Path, save: Any) -> None:
     verifies = [e[4] for e in events if e[2] == count and e[3] == 9 * count]
     found["draft_step_s"] = statistics.median(drafts)
     found["verify_step_s"] = statistics.median(verifies)
-    found["draft_over_plain"] = found["draft_step_s"] / plain
-    found["verify_over_plain"] = found["verify_step_s"] / plain
+    if plain is not None:
+        found["draft_over_plain"] = found["draft_step_s"] / plain
+        found["verify_over_plain"] = found["verify_step_s"] / plain
     print({k: v for k, v in found.items() if k != "stock"}, flush=True)
     save(found)
-    aspire.ask("configure", text="{scheduler: {policy: fixed, gamma: 16}}")
-    key = "device time of 30 steps, nearly all of drafts alone"
-    found[key] = kernels_of(options.out, aspire, prompts)
-    print(key, found[key], flush=True)
-    save(found)
+    if options.trace:
+        aspire.ask("configure", text="{scheduler: {policy: fixed, gamma: 16}}")
+        key = "device time of 30 steps, nearly all of drafts alone"
+        found[key] = kernels_of(options.out, aspire, prompts)
+        print(key, found[key], flush=True)
+        save(found)
     for name in options.settings:
         aspire.ask("configure", text=SETTINGS[name])
         for rate in options.rates:
             aspire.ask("collective_rpc", method="probe_replay", rate=rate)
             key = f"{name}, replayed acceptance {rate}"
             found[key] = rate_of(aspire, prompts, lengths)
-            base, ours = found["stock"], found[key]
-            ours["over_stock"] = ours["tokens_per_s"] / base["tokens_per_s"]
-            if ours["steady_tokens_per_s"] and base["steady_tokens_per_s"]:
-                steady = ours["steady_tokens_per_s"] / base["steady_tokens_per_s"]
-                ours["steady_over_stock"] = steady
+            base, ours = found.get("stock", {}), found[key]
+            for kind in ("", "steady_"):
+                theirs, mine = base.get(f"{kind}tokens_per_s"), ours[f"{kind}tokens_per_s"]
+                if theirs and mine:
+                    ours[f"{kind}over_stock"] = mine / theirs
             print(key, {k: v for k, v in ours.items() if k != "counters"}, flush=True)
             print("   ", ours["counters"], flush=True)
             if name == options.settings[0]:
@@ -194,6 +201,10 @@ def main() -> int:
     parser.add_argument("--rates", type=float, nargs="+", default=[0.8, 0.9, 0.95])
     parser.add_argument("--settings", nargs="+", default=["default", "staggered"])
     parser.add_argument("--start-timeout", type=float, default=240.0)
+    parser.add_argument("--parts", nargs="+", default=["stock", "aspire"])
+    parser.add_argument("--tp-size", type=int, default=1)
+    parser.add_argument("--first-gpu", type=int, default=0)
+    parser.add_argument("--trace", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--stock", type=Path, help="an earlier result, to take stock's part from")
     parser.add_argument("--commit", default=None)
     options = parser.parse_args()

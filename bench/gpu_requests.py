@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,24 @@ async def arrivals(
     return await asyncio.gather(*map(one, prompts, delays))
 
 
+async def many(engine: Any, requests: list[dict[str, Any]], together: int) -> list[str]:
+    """Requests ``{"ids", "params", "abort"}``, at most so many at a time; how each ended. Those to
+    abort are aborted after their first tokens."""
+    room = asyncio.Semaphore(together)
+
+    async def one(ids: list[int], params: dict[str, Any], abort: bool) -> str:
+        async with room:
+            stream = await engine.async_generate(input_ids=ids, sampling_params=params, stream=True)
+            async for answer in stream:
+                info = answer["meta_info"]
+                if abort and info["finish_reason"] is None:
+                    abort = False
+                    engine.tokenizer_manager.abort_request(rid=info["id"])
+            return str(info["finish_reason"]["type"])
+
+    return await asyncio.gather(*(one(**request) for request in requests))
+
+
 async def profiled(
     engine: Any,
     prompts: list[list[int]],
@@ -55,3 +74,11 @@ async def profiled(
     )
     await engine.tokenizer_manager.start_profile(request)
     await work
+
+
+TASKS: dict[str, Callable[..., Awaitable[Any]]] = {
+    "arrivals": arrivals,
+    "many": many,
+    "profiled": profiled,
+}
+"""By what an engine process is asked for."""

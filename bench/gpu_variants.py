@@ -29,6 +29,8 @@ LARGE: dict[str, Any] = {
 }
 LARGE_SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 20, 22, 24]
 SMALL = {"max_running_requests": 16, "max_total_tokens": 130_000}
+CHECKED = {"max_running_requests": 64, "max_total_tokens": 260_000}
+CHECK = {"ASPIRE_CHECK_RANKS": "1"}
 EAGER = {"disable_cuda_graph": True, "disable_overlap_schedule": True}
 STAGGERED = "{scheduler: {policy: staggered, gamma: 6}}"
 COVERED = "{context: {ratio: 1.0}, scheduler: {policy: staggered, gamma: 6}}"
@@ -67,6 +69,17 @@ VARIANTS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
     "half": ({**ASPIRE, **SMALL, "dtype": "float16"}, STAGGERED, {}),
     "half_tiny": ({**ASPIRE, **SMALL, "dtype": "float16"}, TINY, {}),
     "stock_half": ({**STOCK, **SMALL, "dtype": "float16"}, "", {}),
+    # With --tp-size 2: every step is compared, steps drawn at random, and one rank beside two.
+    "checked": ({**ASPIRE, **CHECKED}, STAGGERED, CHECK),
+    "checked_default": ({**ASPIRE, **CHECKED}, "", CHECK),
+    "checked_phases": (
+        {**ASPIRE, **CHECKED},
+        "{scheduler: {policy: fixed, gamma: 3}}",
+        {**CHECK, "PROBE_PHASES": "1"},
+    ),
+    # SGLang's own kernels for sums over ranks, which are its default.
+    "own_sums": ({**ASPIRE, **SMALL, "disable_custom_all_reduce": False}, STAGGERED, {}),
+    "one_rank": ({**ASPIRE, **SMALL, "tp_size": 1}, STAGGERED, {}),
     "plain": (
         {**STOCK, "attention_backend": "aspire", "max_total_tokens": 480_000},
         "",
@@ -92,3 +105,17 @@ SETTINGS = {
     **{f"staggered {g}": f"{{scheduler: {{policy: staggered, gamma: {g}}}}}" for g in (6, 10, 12)},
     "ar": PLAIN,
 }
+
+
+def engine_arguments(tp_size: int, first_gpu: int = 0) -> dict[str, Any]:
+    """Arguments of every engine of a run, by the number of GPUs that each of them takes.
+
+    Sums over ranks go through NCCL: SGLang's own kernels for them may use NVLink multicast, which
+    not every machine allows. Stock and ASPIRE are compared on the same ground.
+    """
+    found: dict[str, Any] = {"base_gpu_id": first_gpu}
+    if tp_size > 1:
+        found |= {"tp_size": tp_size, "disable_custom_all_reduce": True}
+    if os.environ.get("PROBE_ONE_GPU"):
+        found |= {"disable_cuda_graph": True}
+    return found

@@ -21,6 +21,7 @@ from aspire_sglang.attention.step_buffers import StepBuffers
 from aspire_sglang.config import ContextConfig, load_config
 from aspire_sglang.context.sparse import SparseContext
 from aspire_sglang.runtime.arguments import is_aspire
+from aspire_sglang.runtime.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class GpuAttentionBackend(FlashAttentionBackend):
             max_rows=max_rows,
             max_seqlen_q=width,
             refresh_reads_all=gpu_mixed.REFRESH_READS_ALL,
+            ranks=Ranks.of_model(),
         )
         logger.info(
             "ASPIRE: page tables and scores of %d rows: %.2f GB", max_rows, self._mixed.memory / 1e9

@@ -25,6 +25,7 @@ from aspire_sglang.kernels.page_selection import select_pages
 from aspire_sglang.kernels.page_tables import build_tables
 from aspire_sglang.kernels.refresh_tables import refresh_tables
 from aspire_sglang.kernels.vote_rows import VoteRows
+from aspire_sglang.runtime.ranks import Ranks
 
 REFRESH_READS_ALL = False
 """Whether draft rows attend to everything at the refresh layer of a server."""
@@ -53,6 +54,8 @@ class GpuMixedAttention:
         max_rows: most rows of a step.
         max_seqlen_q: most query tokens of a row.
         refresh_reads_all: whether draft rows attend to everything at the refresh layer.
+        ranks: those that hold the other heads. All heads vote, so that every rank chooses the same
+            pages: one message a step, of a number per page of each row place.
 
     Raises:
         ValueError: if lists of the context's pages cannot name pages of the pool, or layers have
@@ -69,6 +72,7 @@ class GpuMixedAttention:
         max_rows: int,
         max_seqlen_q: int,
         refresh_reads_all: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         if context.refresh.list_per_layer or context.refresh.source == "delta":
             raise ValueError(
@@ -81,6 +85,7 @@ class GpuMixedAttention:
                 f"of the KV pool's page size {page_size}"
             )
         self._attention = attention
+        self._ranks = ranks or Ranks()
         self.context = context
         self._req_to_token = req_to_token
         self._page_size = page_size
@@ -175,7 +180,7 @@ class GpuMixedAttention:
 
     def _score(self, layer: Any, q: Tensor, lse: Tensor, k: Tensor, votes: VoteRows) -> Tensor:
         selection = self.context.selection
-        return page_scores(
+        scores = page_scores(
             q,
             lse,
             k,
@@ -187,6 +192,10 @@ class GpuMixedAttention:
             reduction=selection.reduction,
             logit_cap=layer.logit_cap or 0.0,
         )
+        # By page, not by token as on a CPU: a sixteenth of the bytes, which a captured step sends
+        # for the longest context. With "max" a page counts what the heads of one rank see in it,
+        # at the rank where that is most.
+        return self._ranks.votes(scores, selection.reduction)
 
     def _schedule(self, table: _Table, step: StepView) -> MixedPlan:
         return self._attention.plan(table.step(step.cu_seqlens_q, self._max_seqlen_q))

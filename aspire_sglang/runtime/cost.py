@@ -78,15 +78,25 @@ class RunningCost:
     def model(self) -> CostModel:
         return self._online.model
 
-    def observe(self, shape: StepShape, seconds: float, share: float = 1.0) -> None:
+    def observe(
+        self,
+        shape: StepShape,
+        seconds: float,
+        share: float = 1.0,
+        agree: Callable[[float], float] = float,
+    ) -> None:
         """Correct the model by a measured step.
 
-        ``share``: of the steps that are used at all, spread evenly over every period that steps
-        may have; for steps so short that learning from each costs too much.
+        Args:
+            share: of the steps that are used at all, spread evenly over every period that steps
+                may have; for steps so short that learning from each costs too much.
+            agree: asked for the seconds of every step that is used. Tensor-parallel ranks must
+                learn the same, and each measures for itself.
         """
         self._seen = (self._seen + _GOLDEN) % 1.0
         if self._seen >= share:
             return
+        seconds = agree(seconds)
         self._steps += 1
         self._error_sum += abs(self.model.predict(shape) / seconds - 1.0)
         self._online.correct(shape, seconds)

@@ -20,6 +20,7 @@ from aspire_sglang.attention.step_buffers import HostStep, StepBuffers, StepView
 from aspire_sglang.kernels.greedy_accept import accept_greedy
 from aspire_sglang.kernels.sample_tokens import sample_tokens
 from aspire_sglang.runtime.device_state import DeviceState
+from aspire_sglang.runtime.ranks import Ranks
 from aspire_sglang.sampling.processors import (
     GREEDY_TEMPERATURE,
     TOP_K_ALL,
@@ -65,11 +66,17 @@ def choose_tokens(
 
 
 class DeviceSampler:
-    """Chooses a token after every query token, then moves drafts and requests on."""
+    """Chooses a token after every query token, then moves drafts and requests on.
 
-    def __init__(self, state: DeviceState, steps: StepBuffers) -> None:
+    Every rank has gathered the same logits, and equal logits and noise give equal tokens. Only sums
+    over the vocabulary, which filters need, may round differently from one call to the next: where
+    there are filters, the first rank's tokens hold.
+    """
+
+    def __init__(self, state: DeviceState, steps: StepBuffers, ranks: Ranks | None = None) -> None:
         self._state = state
         self._steps = steps
+        self._ranks = ranks or Ranks()
 
     def step(
         self,
@@ -95,6 +102,7 @@ class DeviceSampler:
         """
         if filtered:
             self._choose_filtered(step, view, logits, device_rows(sampling_info, params))
+            self._ranks.first(view.next_tokens[: step.num_tokens])
         elif not chosen:
             choose_tokens(self._steps, view, logits)
         return self._accept(step, view)

@@ -64,7 +64,8 @@ class Feedback:
                 worker.telemetry.verified(req.rid, drafts, length - 1)
         seconds = self.started.elapsed_time(self.ended) / 1e3
         if self.typical:
-            worker.cost.observe(self.shape, seconds, share=OBSERVED_SHARE)
+            agree = worker.ranks.first_number
+            worker.cost.observe(self.shape, seconds, share=OBSERVED_SHARE, agree=agree)
         worker.telemetry.step(
             drafts=self.num_drafts,
             verifies=len(self.verified),

@@ -112,7 +112,7 @@ class GpuWorker(AspireWorker):
         super()._apply_config(config)
 
     def _make_sampler(self) -> DeviceSampler:
-        return DeviceSampler(self.device_state, self.model_runner.attn_backend.steps)
+        return DeviceSampler(self.device_state, self.model_runner.attn_backend.steps, self.ranks)
 
     def _choose_in_graph(self, _: Any, output: Any, forward_batch: Any, tokens: int) -> None:
         steps = self.model_runner.attn_backend.steps
@@ -139,7 +139,7 @@ class GpuWorker(AspireWorker):
         assert self._plain_graphs is not None
         self._in_row = 0
         with self._plain_graphs.in_use():
-            return self.target_worker.forward_batch_generation(batch)
+            return super()._plain_forward(batch)
 
     def _prefill(self, batch: Any) -> GenerationBatchResult:
         self._in_row = 0
@@ -217,6 +217,10 @@ class GpuWorker(AspireWorker):
             seq_lens: ``[bs]`` int64 on the device, tokens with final KV.
         """
         staged = self.stage(step, seq_lens)
+        if self.rank_check is not None:
+            lists = self.model_runner.attn_backend.context.lists
+            costs = tuple(self.cost.model.coefficients)
+            self.rank_check.compare_staged(step, staged.view, lists, costs)
         shape = shape_of(running, step, draft_kv)
         # Not before: what the host does until here is not the device's time.
         started = torch.cuda.Event(enable_timing=True)

@@ -10,6 +10,8 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from aspire_sglang.runtime.cost import RunningCost
 from aspire_sglang.runtime.modes import ModeScheduler, Running
 from aspire_sglang.runtime.plain_steps import PlainSteps, count_plain_verifies
+from aspire_sglang.runtime.rank_check import RankCheck
+from aspire_sglang.runtime.ranks import Ranks
 from aspire_sglang.runtime.spec_inputs import NextStepInput
 from aspire_sglang.runtime.telemetry import Telemetry
 from aspire_sglang.speculation.cost_model import StepShape
@@ -21,6 +23,8 @@ class PlainPhases(ABC):
     modes: ModeScheduler
     cost: RunningCost
     telemetry: Telemetry
+    ranks: Ranks
+    rank_check: RankCheck | None
     plain: PlainSteps | None
     target_worker: Any
 
@@ -42,7 +46,13 @@ class PlainPhases(ABC):
         self.relay = relay
 
     def _plain_forward(self, batch: Any) -> GenerationBatchResult:
-        return self.target_worker.forward_batch_generation(batch)
+        if self.rank_check is not None:
+            self.rank_check.compare_plain(batch, tuple(self.cost.model.coefficients))
+        result = self.target_worker.forward_batch_generation(batch)
+        if not batch.sampling_info.is_all_greedy:
+            # SGLang's sampler draws on every rank from a generator of its own.
+            result.next_token_ids = self.ranks.first(result.next_token_ids)
+        return result
 
     def book_plain(self, req: Any, steps: int) -> None:
         """Count plain steps whose tokens a request has."""
@@ -54,6 +64,8 @@ class PlainPhases(ABC):
         """A phase ended after ``steps`` steps, which took ``seconds`` each if that is known."""
         self.modes.plain_ran(steps)
         if seconds is not None:
+            # Whether there is a time follows from the number of steps, so all ranks ask or none.
+            seconds = self.ranks.first_number(seconds)
             predicted = self.cost.model.predict(shape)
             self.cost.plain_speed.observe(shape.tokens, predicted, seconds)
 

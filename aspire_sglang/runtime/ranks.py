@@ -21,13 +21,17 @@ T = TypeVar("T")
 class Ranks:
     """The ranks that hold one model together, seen from one of them.
 
+    Tensors on a GPU travel over NCCL and in the order of the stream; nothing waits for the device.
+
     Args:
         group: their process group on the host, None for a rank that is alone; all methods then
             hand back what they are given.
+        on_device: SGLang's ``GroupCoordinator`` of the same ranks, for tensors on GPUs.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, on_device: Any = None) -> None:
         self._group = group
+        self._on_device = on_device
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
 
@@ -39,7 +43,7 @@ class Ranks:
         from sglang.srt.distributed import get_tp_group
 
         group = get_tp_group()
-        return cls(group.cpu_group if group.world_size > 1 else None)
+        return cls(group.cpu_group, group) if group.world_size > 1 else cls()
 
     @property
     def alone(self) -> bool:
@@ -55,22 +59,40 @@ class Ranks:
         return longest.item()
 
     def votes(self, scores: Tensor, reduction: str) -> Tensor:
-        """Token scores over the heads of all ranks, from each rank's scores over its own.
+        """Scores over the heads of all ranks, from each rank's scores over its own.
+
+        May be captured in a CUDA graph where SGLang captures the model.
 
         Args:
-            scores: float32 on the host, written. With ``reduction`` ``"max"`` a rank's greatest
-                probability, otherwise its sum.
+            scores: contiguous float32, of tokens or of pages, written. With ``reduction`` ``"max"``
+                the greatest score of any rank, otherwise the sum.
         """
-        if not self.alone:
-            how = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
-            dist.all_reduce(scores, how, group=self._group)
+        if self.alone:
+            return scores
+        how = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+        nccl = self._on_device.pynccl_comm if scores.is_cuda else None
+        if nccl is not None and not nccl.disabled:
+            # SGLang switches its own communicator on while it captures graphs, as for the model's
+            # sums; outside of graphs they go through torch.distributed.
+            nccl.all_reduce(scores, how)
+        else:
+            dist.all_reduce(scores, how, group=self._group_of(scores))
         return scores
 
     def first(self, values: Tensor) -> Tensor:
         """The first rank's values on every rank; ``values``, of one size on all, are written."""
         if not self.alone:
-            dist.broadcast(values, group=self._group, group_src=0)
+            dist.broadcast(values, group=self._group_of(values), group_src=0)
         return values
+
+    def _group_of(self, values: Tensor) -> Any:
+        return self._on_device.device_group if values.is_cuda else self._group
+
+    def first_number(self, number: float) -> float:
+        """The first rank's number on every rank."""
+        if self.alone:
+            return number
+        return self.first(torch.tensor(number, dtype=torch.float64)).item()
 
     def from_first(self, make: Callable[[], T]) -> T:
         """What ``make`` returns on the first rank, where alone it is called; its exception is

@@ -36,6 +36,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory):
             model=given,
             out=tmp_path_factory.mktemp("engines"),
             engines=["stock", *VARIANTS, "broken"],
+            tp_size=1,
             requests=[16],
             prompt_tokens=7000,
             new_tokens=(32, 96),

@@ -161,7 +161,7 @@ def on_gpu(monkeypatch):
     ("change", "named"),
     [
         ({"device": "xpu"}, "--device xpu"),
-        ({"tp_size": 2}, "--tp-size 2: tensor parallelism is not supported on GPUs"),
+        ({"tp_size": 2}, "--tp-size 2: tensor parallelism was never run on several GPUs"),
         ({"page_size": 32}, "--page-size 32"),
         ({"attention_backend": "triton"}, "needs --attention-backend aspire"),
         ({"attention_backend": None}, "needs --attention-backend aspire"),
