@@ -40,7 +40,7 @@ def test_greedy_40_prompts(plain, aspire, forty, context):
 def test_greedy_long_contexts_of_mixed_length(plain, aspire):
     """Real texts: rows draft and verify beside each other."""
     aspire.configure(DRAFTING)
-    prompts = real_texts(aspire.tokenizer, [700, 1500, 2600, 3600], seed=3)
+    prompts = real_texts(aspire.tokenizer, [500, 900, 1700, 2600], seed=3)
     ids = [list(p.input_ids) for p in prompts]
     found = aspire.generate_all(ids, max_new_tokens=48, ignore_eos=True)
     speculated(found)
