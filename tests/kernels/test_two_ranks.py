@@ -32,6 +32,9 @@ from aspire_sglang.speculation.plain_speed import PlainSpeed
 from tests.kernels import test_gpu_worker
 from tests.kernels.test_gpu_step import lay_out
 
+# Two more processes that import SGLang and Triton take over a minute on two cores.
+pytestmark = pytest.mark.slow
+
 SIZE = 2
 KV_HEADS, GROUP, DIM, WIDTH, PAGE = 2, 2, 64, 320, 16
 REDUCTIONS = ("max", "mean", "sum")
