@@ -12,6 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from aspire_sglang.cpu_platform.weight_copy import WeightCopy
+
 _DTYPES = (torch.float32, torch.bfloat16)
 #: From this many outputs a float32 weight (an lm_head) is packed for about 16 rows. Smaller ones
 #: are fastest, by up to a factor of two at 8 to 24 rows, in the layout oneDNN picks unasked.
@@ -39,7 +41,7 @@ def onednn_available(dtype: torch.dtype = torch.float32) -> bool:
     return True
 
 
-class OneDnnLinear:
+class OneDnnLinear(WeightCopy):
     """A weight in oneDNN's own layout, callable like ``F.linear(x, weight, bias)``.
 
     Attributes:
@@ -60,9 +62,7 @@ class OneDnnLinear:
             )
         if not onednn_available(weight.dtype):
             raise RuntimeError(f"oneDNN cannot pack {weight.dtype} weights on this machine")
-        self.shape = (weight.shape[0], weight.shape[1])
-        self.dtype = weight.dtype
-        self._pointer = weight.data_ptr()
+        super().__init__(weight)
         rows = 16 if weight.dtype == torch.float32 and weight.shape[0] >= _WIDE else None
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), rows)
 
@@ -70,14 +70,6 @@ class OneDnnLinear:
     def supports(dtype: torch.dtype) -> bool:
         """Whether weights of ``dtype`` can be packed on this machine."""
         return onednn_available(dtype)
-
-    def matches(self, weight: Tensor) -> bool:
-        """Whether ``weight`` is the storage that was packed (its content may have changed)."""
-        return (
-            weight.data_ptr() == self._pointer
-            and weight.dtype == self.dtype
-            and weight.shape == self.shape
-        )
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias``.
@@ -92,8 +84,7 @@ class OneDnnLinear:
         Raises:
             ValueError: ``x`` has another dtype or width.
         """
-        if x.dtype != self.dtype or x.shape[-1] != self.shape[1]:
-            raise ValueError(f"input {x.dtype} {tuple(x.shape)} for {self.dtype} {self.shape}")
+        self._check_input(x)
         if x.numel() == 0:
             return x.new_empty(*x.shape[:-1], self.shape[0])
         rows = x.reshape(-1, self.shape[1]).contiguous()

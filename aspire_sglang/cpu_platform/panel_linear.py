@@ -21,6 +21,7 @@ from torch import Tensor
 
 from aspire_sglang.attention.openmp import parallel_region, run_on_all_threads
 from aspire_sglang.attention.simd import LANES, fetch_add, get, load, product_tile, put, store
+from aspire_sglang.cpu_platform.weight_copy import WeightCopy
 
 #: Output columns of a panel: two vectors.
 PANEL = 2 * LANES
@@ -109,7 +110,7 @@ def multiply_panels(pointer):
         _multiply(job, first, min(first + _ROWS, job.rows), item % panels, scratch)
 
 
-class PanelLinear:
+class PanelLinear(WeightCopy):
     """A float32 weight in panels, callable like ``F.linear(x, weight, bias)``.
 
     Attributes:
@@ -130,9 +131,7 @@ class PanelLinear:
             )
         parallel_region()  # better missed now than in the first forward
         columns, width = weight.shape
-        self.shape = (columns, width)
-        self.dtype = weight.dtype
-        self._pointer = weight.data_ptr()
+        super().__init__(weight)
         count = -(-columns // PANEL)
         padded = torch.zeros(count * PANEL, width)
         padded[:columns] = weight.detach()
@@ -148,14 +147,6 @@ class PanelLinear:
         """Whether weights of ``dtype`` can be laid out."""
         return dtype == torch.float32
 
-    def matches(self, weight: Tensor) -> bool:
-        """Whether ``weight`` is the storage that was laid out (its content may have changed)."""
-        return (
-            weight.data_ptr() == self._pointer
-            and weight.dtype == self.dtype
-            and weight.shape == self.shape
-        )
-
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias``.
 
@@ -169,8 +160,7 @@ class PanelLinear:
         Raises:
             ValueError: ``x`` has another dtype or width.
         """
-        if x.dtype != self.dtype or x.shape[-1] != self.shape[1]:
-            raise ValueError(f"input {x.dtype} {tuple(x.shape)} for {self.dtype} {self.shape}")
+        self._check_input(x)
         out = x.new_empty(*x.shape[:-1], self.shape[0])
         if out.numel() == 0:
             return out

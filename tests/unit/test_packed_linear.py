@@ -132,7 +132,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, fp32_head: bool = False, tied: bool = True) -> None:
+    def __init__(self, kind: type, fp32_head: bool = False, tied: bool = True) -> None:
         super().__init__()
         from sglang.srt.layers.quantization import unquant
 
@@ -142,7 +142,8 @@ class Model(nn.Module):
             pass
 
         self.up = Layer(linear(), 64, 32, torch.float32)
-        self.down = Layer(linear(), 32, 64, torch.float32)
+        # bfloat16 where the layout has it here.
+        self.down = Layer(linear(), 32, 64, [dtype for dtype in TOL if kind.supports(dtype)][-1])
         self.fp16 = Layer(linear(), 32, 64, torch.float16)
         self.quantised = Layer(Quantised(), 32, 64, torch.float32)
         self.embed_tokens = Layer(embedding(), 50, 32, torch.float32)
@@ -161,7 +162,7 @@ def test_pack_model(kind: type) -> None:
     from sglang.srt.layers import logits_processor
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
-    model = Model()
+    model = Model(kind)
     untouched = (model.fp16.quant_method, model.quantised.quant_method)
     assert pack_model(model, kind) == 3
     assert pack_model(model, kind) == 3
@@ -178,7 +179,7 @@ def test_pack_model(kind: type) -> None:
 
 @pytest.mark.parametrize("kind", ALL)
 def test_weight_updates(kind: type) -> None:
-    model = Model(tied=False)
+    model = Model(kind, tied=False)
     assert pack_model(model, kind) == 3
     assert not hasattr(model.embed_tokens.quant_method, "aspire_repack")
     x = torch.randn(5, 32)
@@ -195,6 +196,6 @@ def test_weight_updates(kind: type) -> None:
 
 @pytest.mark.parametrize("kind", ALL)
 def test_fp32_head_is_left_alone(kind: type) -> None:
-    model = Model(fp32_head=True)
+    model = Model(kind, fp32_head=True)
     assert pack_model(model, kind) == 2
     assert not hasattr(model.lm_head.quant_method, "aspire_repack")
