@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,28 @@ class Aspire(Client):
         self.config_file.write_text(yaml.safe_dump(merged))
         body = {"server_args": {"aspire_reload_config": 1}}
         assert self.post(body, "/set_internal_state").json() == [True]
+
+
+@contextmanager
+def serving(
+    args: list[str],
+    name: str,
+    logs: Path,
+    tokenizer: Any,
+    *,
+    settings: str = "cost_profile: false\n",
+    env: dict[str, str] = CHECKS,
+) -> Iterator[Aspire]:
+    """A speculating server for the plain flags ``args``, and its client."""
+    config = logs / f"{name}.yaml"
+    config.write_text(settings)
+    log = logs / f"{name}.log"
+    with Server(
+        aspire_args(args, config), log=log, name=name, env=env, timeout_s=START_SECONDS
+    ) as started:
+        client = Aspire(started, True, tokenizer)
+        client.config_file = config
+        yield client
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from aspire_sglang.cli.server import Server, aspire_args, plain_args
+from aspire_sglang.cli.server import plain_args
 from tests.server import tiny_model
-from tests.server.conftest import CHECKS, DRAFTING, START_SECONDS, Aspire, speculated
+from tests.server.conftest import DRAFTING, Aspire, serving, speculated
 from tests.server.scoring import TAU
 from tests.server.test_tensor_parallel import CONTEXT, prompt
 
@@ -27,8 +27,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def replicas(tiny: Path, logs: Path) -> Iterator[Aspire]:
-    config = logs / "replicas.yaml"
-    config.write_text("")
     args = plain_args(
         tiny,
         context_length=tiny_model.CONTEXT,
@@ -36,16 +34,7 @@ def replicas(tiny: Path, logs: Path) -> Iterator[Aspire]:
         max_running_requests=24,
         extra=("--skip-tokenizer-init", "--enable-metrics", "--dp-size", str(REPLICAS)),
     )
-    server = Server(
-        aspire_args(args, config),
-        log=logs / "replicas.log",
-        name="replicas",
-        env=CHECKS,
-        timeout_s=START_SECONDS,
-    )
-    with server:
-        client = Aspire(server, True, None)
-        client.config_file = config
+    with serving(args, "replicas", logs, None, settings="") as client:
         yield client
 
 

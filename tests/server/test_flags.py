@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 
-from aspire_sglang.cli.server import Server, aspire_args, plain_args
+from aspire_sglang.cli.server import plain_args
 from tests.server.client import request
 from tests.server.conftest import (
-    CHECKS,
     COMMON,
     DRAFTING,
     FULL,
-    START_SECONDS,
     TINY,
     Aspire,
+    serving,
     speculated,
 )
 from tests.server.prompts import COUNT, PROSE, SHORT
@@ -48,18 +47,6 @@ MANY = (
 )
 
 
-def start(args: list[str], name: str, logs: Path, tokenizer: Any) -> Iterator[Aspire]:
-    config = logs / f"{name}.yaml"
-    config.write_text("cost_profile: false\n")
-    log = logs / f"{name}.log"
-    with Server(
-        aspire_args(args, config), log=log, name=name, env=CHECKS, timeout_s=START_SECONDS
-    ) as started:
-        client = Aspire(started, True, tokenizer)
-        client.config_file = config
-        yield client
-
-
 @pytest.fixture(scope="module")
 def many_flags(tiny_model: Path, logs: Path, tokenizer: Any) -> Iterator[Aspire]:
     args = plain_args(
@@ -69,7 +56,8 @@ def many_flags(tiny_model: Path, logs: Path, tokenizer: Any) -> Iterator[Aspire]
         max_running_requests=MOST_RUNNING,
         extra=(*COMMON, *MANY),
     )
-    yield from start(args, "many-flags", logs, tokenizer)
+    with serving(args, "many-flags", logs, tokenizer) as client:
+        yield client
 
 
 @pytest.fixture
@@ -146,7 +134,8 @@ def two_replicas(model: Path, logs: Path, tokenizer: Any) -> Iterator[Aspire]:
             "--grammar-backend=outlines",
         ),
     )
-    yield from start(args, "two-replicas", logs, tokenizer)
+    with serving(args, "two-replicas", logs, tokenizer) as client:
+        yield client
 
 
 @pytest.mark.slow

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from aspire_sglang.cli.server import Server, aspire_args, plain_args
+from aspire_sglang.cli.server import plain_args
 from tests.server import tiny_model
 from tests.server.client import Client
-from tests.server.conftest import CHECKS, DRAFTING, START_SECONDS, TINY, Aspire, speculated
+from tests.server.conftest import DRAFTING, TINY, Aspire, serving, speculated
 from tests.server.prompts import PROSE
 
 SAMPLES = 3000
@@ -43,8 +43,6 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def small_server(small_model: Path, logs: Path) -> Iterator[Aspire]:
-    config = logs / "small.yaml"
-    config.write_text("cost_profile: false\n")
     args = plain_args(
         small_model,
         context_length=tiny_model.CONTEXT,
@@ -52,12 +50,7 @@ def small_server(small_model: Path, logs: Path) -> Iterator[Aspire]:
         max_running_requests=48,
         extra=("--skip-tokenizer-init", "--enable-metrics"),
     )
-    log = logs / "small.log"
-    with Server(
-        aspire_args(args, config), log=log, name="small", env=CHECKS, timeout_s=START_SECONDS
-    ) as started:
-        client = Aspire(started, True, None)
-        client.config_file = config
+    with serving(args, "small", logs, None) as client:
         yield client
 
 

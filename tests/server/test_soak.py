@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
-from aspire_sglang.cli.server import Server, aspire_args, plain_args
+from aspire_sglang.cli.server import plain_args
 from tests.server.client import Client, request
-from tests.server.conftest import CHECKS, COMMON, DRAFTING, START_SECONDS, Aspire
+from tests.server.conftest import COMMON, DRAFTING, Aspire, serving
 from tests.server.prompts import LOOP, PROSE, SHORT
 
 REQUESTS = int(os.environ.get("ASPIRE_SOAK_REQUESTS", "2000"))
@@ -43,8 +43,6 @@ def server(
     request: pytest.FixtureRequest, model: Path, tiny_model: Path, logs: Path, tokenizer: Any
 ) -> Iterator[Aspire]:
     path = {"tiny": tiny_model, "smollm2": model}[request.param]
-    config = logs / f"soak-{request.param}.yaml"
-    config.write_text("cost_profile: false\n")
     args = plain_args(
         path,
         context_length=2048,
@@ -53,12 +51,7 @@ def server(
         max_running_requests=CONCURRENT,
         extra=COMMON,
     )
-    log = logs / f"soak-{request.param}.log"
-    with Server(
-        aspire_args(args, config), log=log, name="soak", env=CHECKS, timeout_s=START_SECONDS
-    ) as started:
-        client = Aspire(started, True, tokenizer)
-        client.config_file = config
+    with serving(args, f"soak-{request.param}", logs, tokenizer) as client:
         yield client
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from aspire_sglang.cli.server import Server, aspire_args, plain_args
+from aspire_sglang.cli.server import plain_args
 from tests.server.client import Client
-from tests.server.conftest import CHECKS, COMMON, DRAFTING, FULL, Aspire, speculated
+from tests.server.conftest import CHECKS, COMMON, DRAFTING, FULL, Aspire, serving, speculated
 from tests.server.prompts import COUNT, LOOP, SHORT
 from tests.server.scoring import assert_greedy
 
@@ -27,8 +27,6 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "30"}
 
 @pytest.fixture(scope="module")
 def server(model: Path, logs: Path, tokenizer: Any) -> Iterator[Aspire]:
-    config = logs / "tight.yaml"
-    config.write_text("cost_profile: false\n")
     args = plain_args(
         model,
         max_total_tokens=POOL,
@@ -36,11 +34,7 @@ def server(model: Path, logs: Path, tokenizer: Any) -> Iterator[Aspire]:
         max_running_requests=16,
         extra=COMMON,
     )
-    with Server(
-        aspire_args(args, config), log=logs / "tight.log", name="tight pool", env=CHECKS | RETRACT
-    ) as started:
-        client = Aspire(started, True, tokenizer)
-        client.config_file = config
+    with serving(args, "tight", logs, tokenizer, env=CHECKS | RETRACT) as client:
         yield client
 
 
