@@ -8,15 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aspire_sglang.attention import cpu_flash, cpu_votes
+from aspire_sglang.attention import cpu_votes
+from aspire_sglang.attention.cpu_flash import scratch_size
+from aspire_sglang.attention.cpu_job import BFLOAT16, FLOAT16, FLOAT32, JOB
+from aspire_sglang.attention.cpu_kernel import attend_pieces, merge_pieces
 from aspire_sglang.attention.cpu_plan import Row, RowsPlan, plan_rows
 from aspire_sglang.attention.openmp import parallel_region, run_on_all_threads
 from aspire_sglang.attention.simd import LANES
 
 _KV_TYPES = {
-    torch.float32: cpu_flash.FLOAT32,
-    torch.bfloat16: cpu_flash.BFLOAT16,
-    torch.float16: cpu_flash.FLOAT16,
+    torch.float32: FLOAT32,
+    torch.bfloat16: BFLOAT16,
+    torch.float16: FLOAT16,
 }
 _LOG2E = math.log2(math.e)
 
@@ -53,11 +56,12 @@ class CpuAttention:
         self._partials = torch.empty(0)
         self._counters = np.zeros(2, np.int64)
         self._lse = torch.empty(0)
-        self._job = job = np.zeros(1, cpu_flash.JOB)
+        self._job = job = np.zeros(1, JOB)
         job["counters"] = self._counters.ctypes.data
         job["num_heads"], job["num_kv_heads"] = num_heads, num_kv_heads
         job["num_slots"], job["dim"] = num_slots, dim
         job["kv_type"] = _KV_TYPES[dtype]
+        self._attend = attend_pieces(num_heads // num_kv_heads, dim, _KV_TYPES[dtype])
 
     def plan(self, rows: list[Row]) -> RowsPlan:
         """Plan a step; see :func:`aspire_sglang.attention.cpu_plan.plan_rows`."""
@@ -112,9 +116,9 @@ class CpuAttention:
         job["layer"] = layer
         job["votes_width"] = plan.votes.shape[2]
         job["scale"], job["cap"] = scale * _LOG2E, logit_cap * _LOG2E
-        self._run(cpu_flash.attend_pieces)
+        self._run(self._attend)
         if len(plan.merges):
-            self._run(cpu_flash.merge_pieces)
+            self._run(merge_pieces)
         if not direct:
             out.copy_(target)
         return out
@@ -184,7 +188,7 @@ class CpuAttention:
         """Scratch memory and room for partial results, kept from call to call."""
         kv_heads, _, dim = self._pool_shape
         job, threads = self._job, torch.get_num_threads()
-        size = cpu_flash.scratch_size(dim, plan.blocks)
+        size = scratch_size(dim, plan.blocks)
         if self._scratch.shape != (threads, max(size, self._scratch.shape[-1])):
             self._scratch = torch.empty(threads, size)
         job["scratch"], job["scratch_size"] = self._scratch.data_ptr(), self._scratch.shape[1]

@@ -20,7 +20,8 @@ from numba import carray, cfunc, from_dtype, njit, types
 from torch import Tensor
 
 from aspire_sglang.attention.openmp import parallel_region, run_on_all_threads
-from aspire_sglang.attention.simd import LANES, fetch_add, get, load, product_tile, put, store
+from aspire_sglang.attention.simd import LANES, fetch_add, get, load, put, store
+from aspire_sglang.attention.tiles import product_tile
 from aspire_sglang.cpu_platform.weight_copy import WeightCopy
 
 #: Output columns of a panel: two vectors.
