@@ -29,6 +29,7 @@ class AspireAttentionBackend(AttentionBackend):
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         from aspire_sglang.attention.cpu_mixed import CpuMixedAttention
+        from aspire_sglang.cpu_platform.kv_pool import HeadMajorKVPool
 
         _refuse_unsupported(model_runner)
         self._runner = model_runner
@@ -41,6 +42,8 @@ class AspireAttentionBackend(AttentionBackend):
             pool=self._pool,
             ranks=Ranks.of_model(),
         )
+        keys = self._pool.get_key_buffer(self._pool.start_layer)
+        self._head_major = isinstance(self._pool, HeadMajorKVPool) and keys.dtype == torch.float32
         if is_aspire(model_runner.server_args):
             self.configure_context(load_config().context)
 
@@ -78,6 +81,35 @@ class AspireAttentionBackend(AttentionBackend):
         return out.view(q.shape[0], -1)
 
     forward_decode = forward_extend
+
+    def computes_layers(self, forward_batch: Any) -> bool:
+        """Whether a kernel of whole layers can compute this forward's attention and store its KV:
+        a float32 pool of whole heads."""
+        return self._head_major and not forward_batch.forward_mode.is_idle()
+
+    @property
+    def phases(self) -> tuple[Any, ...]:
+        """Attention as phases of a program; their argument comes from :meth:`prepare_layer`."""
+        return self._attention.phases
+
+    def phase_items(self) -> tuple[int, ...]:
+        """Items of the phases, after :meth:`prepare_layer`."""
+        return self._attention.phase_items()
+
+    def prepare_layer(self, layer: Any, q: torch.Tensor, out: torch.Tensor) -> int:
+        """Prepare the attention of one layer for a program that computes the whole layer.
+
+        Args:
+            layer: ``RadixAttention``. q, out: float32 ``[T, Hq, D]``; written by the program.
+
+        Returns:
+            Address of a ``JOB`` of :mod:`aspire_sglang.attention.cpu_job`, always the same.
+        """
+        return self._attention.prepare(layer, q, out)
+
+    def finish_layer(self, layer: Any) -> None:
+        """Do what comes after the attention of a layer: votes for pages."""
+        self._attention.attended(layer)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1

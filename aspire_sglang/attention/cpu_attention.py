@@ -13,7 +13,8 @@ from aspire_sglang.attention.cpu_flash import scratch_size
 from aspire_sglang.attention.cpu_job import BFLOAT16, FLOAT16, FLOAT32, JOB
 from aspire_sglang.attention.cpu_kernel import attend_pieces, merge_pieces
 from aspire_sglang.attention.cpu_plan import Row, RowsPlan, plan_rows
-from aspire_sglang.attention.openmp import parallel_region, run_on_all_threads
+from aspire_sglang.attention.openmp import parallel_region
+from aspire_sglang.attention.program import Program
 from aspire_sglang.attention.simd import LANES
 
 _KV_TYPES = {
@@ -33,6 +34,10 @@ class CpuAttention:
         num_slots: slots of a KV pool.
         dim: width ``D`` of a head.
         dtype: of the pools, float32, bfloat16 or float16. Sums are float32 always.
+
+    Attributes:
+        phases: attention and merging, as phases of a program; their argument is what
+            :meth:`prepare` returns.
 
     Raises:
         ValueError: heads that do not divide, or a dtype or width that the kernel cannot read.
@@ -54,14 +59,16 @@ class CpuAttention:
         self._dtype = dtype
         self._scratch = torch.empty(0)
         self._partials = torch.empty(0)
-        self._counters = np.zeros(2, np.int64)
         self._lse = torch.empty(0)
+        self._planned: RowsPlan | None = None
         self._job = job = np.zeros(1, JOB)
-        job["counters"] = self._counters.ctypes.data
         job["num_heads"], job["num_kv_heads"] = num_heads, num_kv_heads
         job["num_slots"], job["dim"] = num_slots, dim
         job["kv_type"] = _KV_TYPES[dtype]
-        self._attend = attend_pieces(num_heads // num_kv_heads, dim, _KV_TYPES[dtype])
+        attend = attend_pieces(num_heads // num_kv_heads, dim, _KV_TYPES[dtype])
+        self.phases = (attend, merge_pieces)
+        self._program = Program(*self.phases)
+        self._program.argument[:] = job.ctypes.data
 
     def plan(self, rows: list[Row]) -> RowsPlan:
         """Plan a step; see :func:`aspire_sglang.attention.cpu_plan.plan_rows`."""
@@ -97,31 +104,57 @@ class CpuAttention:
         Raises:
             ValueError: shapes or dtypes that do not fit.
         """
-        self._check(q, k, v, plan, layer)
         out = torch.empty_like(q) if out is None else out
         if plan.tokens == 0:
             return out
         queries = q.float().contiguous()
         direct = out.dtype == torch.float32 and out.is_contiguous()
         target = out if direct else torch.empty_like(queries)
-        if self._lse.shape[0] < plan.tokens:
-            self._lse = torch.empty(plan.tokens, self._num_heads)
-        self._reserve(plan)
-        job = self._job
-        job["pieces"], job["num_pieces"] = plan.pieces.ctypes.data, len(plan.pieces)
-        job["merges"], job["num_merges"] = plan.merges.ctypes.data, len(plan.merges)
-        job["q"], job["out"] = queries.data_ptr(), target.data_ptr()
-        job["k"], job["v"] = k.data_ptr(), v.data_ptr()
-        job["lse"] = self._lse.data_ptr()
-        job["layer"] = layer
-        job["votes_width"] = plan.votes.shape[2]
-        job["scale"], job["cap"] = scale * _LOG2E, logit_cap * _LOG2E
-        self._run(self._attend)
-        if len(plan.merges):
-            self._run(merge_pieces)
+        self.prepare(queries, k, v, plan, scale, target, logit_cap, layer)
+        self._program.run()
         if not direct:
             out.copy_(target)
         return out
+
+    def prepare(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: RowsPlan,
+        scale: float,
+        out: Tensor,
+        logit_cap: float = 0.0,
+        layer: int = 0,
+    ) -> int:
+        """Fill in the kernel's record for a call that somebody else makes; see :meth:`attend`.
+
+        Args:
+            q, out: float32 and contiguous, ``q`` may be written until the call.
+
+        Returns:
+            Address of the record, a ``JOB``; good until the next call.
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit.
+        """
+        self._check(q, k, v, plan, layer)
+        if self._lse.shape[0] < plan.tokens:
+            self._lse = torch.empty(plan.tokens, self._num_heads)
+        if plan is not self._planned or self._scratch.shape[0] != torch.get_num_threads():
+            self._use(plan)
+            self._planned = plan
+        job = self._job
+        job["q"], job["out"] = q.data_ptr(), out.data_ptr()
+        job["k"], job["v"] = k.data_ptr(), v.data_ptr()
+        job["lse"] = self._lse.data_ptr()
+        job["layer"] = layer
+        job["scale"], job["cap"] = scale * _LOG2E, logit_cap * _LOG2E
+        return job.ctypes.data
+
+    def phase_items(self) -> tuple[int, ...]:
+        """Items of ``phases``, after :meth:`prepare`."""
+        return tuple(self._program.items.tolist())
 
     def page_scores(self, plan: RowsPlan, page_size: int, reduction: str = "max") -> list[Tensor]:
         """Scores of the voting rows' pages, from the last :meth:`attend` of this plan.
@@ -150,13 +183,13 @@ class CpuAttention:
                 ballot["lse"][n] = self._lse[plan.starts[place] + voter].data_ptr()
                 vote += 1
         count = np.zeros(1, cpu_votes.COUNT)
-        count["next"] = self._counters.ctypes.data
-        count["ballots"], count["num_ballots"] = ballots.ctypes.data, len(ballots)
+        count["ballots"] = ballots.ctypes.data
         count["num_heads"], count["width"] = self._num_heads, plan.votes.shape[2]
         count["page_size"] = page_size
         count["reduction"] = cpu_votes.REDUCTIONS.index(reduction)
-        self._counters[:] = 0
-        run_on_all_threads(cpu_votes.score_pages.address, count.ctypes.data)
+        program = Program(cpu_votes.score_pages)
+        program.argument[0], program.items[0] = count.ctypes.data, len(ballots)
+        program.run()
         return scores
 
     def token_scores(self, plan: RowsPlan, reduction: str = "max") -> Tensor:
@@ -180,14 +213,14 @@ class CpuAttention:
                 vote += 1
         return scores
 
-    def _run(self, kernel: object) -> None:
-        self._counters[:] = 0
-        run_on_all_threads(kernel.address, self._job.ctypes.data)  # type: ignore[attr-defined]
-
-    def _reserve(self, plan: RowsPlan) -> None:
-        """Scratch memory and room for partial results, kept from call to call."""
+    def _use(self, plan: RowsPlan) -> None:
+        """The plan's part of the record; scratch memory is kept from call to call."""
         kv_heads, _, dim = self._pool_shape
         job, threads = self._job, torch.get_num_threads()
+        job["pieces"], job["num_pieces"] = plan.pieces.ctypes.data, len(plan.pieces)
+        job["merges"], job["num_merges"] = plan.merges.ctypes.data, len(plan.merges)
+        self._program.items[:] = len(plan.pieces) * kv_heads, len(plan.merges) * kv_heads
+        job["votes_width"] = plan.votes.shape[2]
         size = scratch_size(dim, plan.blocks)
         if self._scratch.shape != (threads, max(size, self._scratch.shape[-1])):
             self._scratch = torch.empty(threads, size)

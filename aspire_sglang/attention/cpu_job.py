@@ -48,9 +48,6 @@ MERGE = np.dtype(
 #: One call of the kernel: every layer fills in its tensors.
 JOB = np.dtype(
     [
-        ("next", np.int64),  # counters, shared by the threads
-        ("thread", np.int64),
-        ("counters", np.int64),  # address of the two
         ("pieces", np.int64),  # address of PIECE [num_pieces]
         ("num_pieces", np.int64),
         ("merges", np.int64),  # address of MERGE [num_merges]

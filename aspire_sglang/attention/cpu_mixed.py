@@ -69,10 +69,39 @@ class CpuMixedAttention:
         """
         number = layer.layer_id
         k, v = self._pool.head_major(number)
-        voters = self._voters(number)
-        plan = self._plan_of(number, voters)
+        plan = self._plan_of(number, self._voters(number))
         self._attention.attend(q, k, v, plan, layer.scaling, out, layer.logit_cap, number)
+        self.attended(layer)
+
+    @property
+    def phases(self) -> tuple[Any, ...]:
+        """Attention as phases of a program."""
+        return self._attention.phases
+
+    def phase_items(self) -> tuple[int, ...]:
+        """Items of the phases, after :meth:`prepare`."""
+        return self._attention.phase_items()
+
+    def prepare(self, layer: Any, q: Tensor, out: Tensor) -> int:
+        """Prepare the attention of one layer for a kernel that computes the whole layer.
+
+        Args:
+            layer: SGLang's ``RadixAttention``. q, out: as of :meth:`attend`, float32.
+
+        Returns:
+            Address of a ``JOB`` of :mod:`aspire_sglang.attention.cpu_job`.
+        """
+        number = layer.layer_id
+        k, v = self._pool.head_major(number)
+        plan = self._plan_of(number, self._voters(number))
+        return self._attention.prepare(q, k, v, plan, layer.scaling, out, layer.logit_cap, number)
+
+    def attended(self, layer: Any) -> None:
+        """Let rows vote, once the attention of a layer has been computed."""
+        number = layer.layer_id
+        voters = self._voters(number)
         if voters:
+            plan = self._plan_of(number, voters)
             if self.context is not None and not self.context.refresh.same_step:
                 # Layers above go on with the old list.
                 self._plan_of(number + 1, self._voters(number + 1))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ LANES = 16 if llvm.get_host_cpu_features().get("avx512f") else 8
 #: Score of a key that a query may not see; finite, so that no difference of scores is NaN.
 HIDDEN = -1e30
 
+_IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 _I16, _I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F16, F32 = ir.HalfType(), ir.FloatType()
 FLOATS, _INTS = ir.VectorType(F32, LANES), ir.VectorType(_I32, LANES)
@@ -172,6 +174,12 @@ def get_int32(builder: Any, address: Any, index: Any) -> Any:
     return builder.sext(builder.load(pointer(builder, address, index, _I32), align=4), I64)
 
 
+@operation(types.int64(types.intp, types.intp))
+def get_int64(builder: Any, address: Any, index: Any) -> Any:
+    """One int64."""
+    return builder.load(pointer(builder, address, index, I64, 8), align=8)
+
+
 @operation(types.void(types.intp, types.intp, types.int64))
 def put_int32(builder: Any, address: Any, index: Any, value: Any) -> None:
     """Write one int32."""
@@ -195,6 +203,36 @@ def fetch_add(builder: Any, address: Any, value: Any) -> Any:
     """Add to the int64 at ``address`` and return what it was; safe among threads."""
     at = builder.inttoptr(address, I64.as_pointer())
     return builder.atomic_rmw("add", at, value, "monotonic")
+
+
+@operation(types.void(types.intp, types.int64, types.int64, types.int64))
+def call_work(builder: Any, function: Any, argument: Any, item: Any, thread: Any) -> None:
+    """Call the C function ``void function(int64, int64, int64)`` at an address."""
+    kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [argument, item, thread])
+
+
+@operation(types.int64(types.intp))
+def read_counter(builder: Any, address: Any) -> Any:
+    """The int64 at ``address`` as other threads left it, with all they wrote before."""
+    at = builder.inttoptr(address, I64.as_pointer())
+    return builder.load_atomic(at, "acquire", 8)
+
+
+@operation(types.void(types.intp, types.int64))
+def count_done(builder: Any, address: Any, value: Any) -> None:
+    """Add to the int64 at ``address``, for :func:`read_counter` of other threads."""
+    at = builder.inttoptr(address, I64.as_pointer())
+    builder.atomic_rmw("add", at, value, "seq_cst")
+
+
+@operation(types.void())
+def pause(builder: Any) -> None:
+    """Tell the core that this thread waits for another."""
+    if _IS_X86:
+        kind = ir.FunctionType(ir.VoidType(), [])
+        name = "llvm.x86.sse2.pause"
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
 
 
 @operation(types.void(types.intp, types.intp))
