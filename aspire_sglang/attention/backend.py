@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend as registry
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -89,26 +90,27 @@ class AspireAttentionBackend(AttentionBackend):
 
     @property
     def phases(self) -> tuple[Any, ...]:
-        """Attention as phases of a program; their argument comes from :meth:`prepare_layer`."""
+        """Attention as phases of a program; their argument is the layer's ``JOB``."""
         return self._attention.phases
 
-    def phase_items(self) -> tuple[int, ...]:
-        """Items of the phases, after :meth:`prepare_layer`."""
-        return self._attention.phase_items()
-
-    def prepare_layer(self, layer: Any, q: torch.Tensor, out: torch.Tensor) -> int:
-        """Prepare the attention of one layer for a program that computes the whole layer.
+    def prepare_layers(
+        self, jobs: np.ndarray, first: int, q: torch.Tensor, out: torch.Tensor
+    ) -> tuple[int, tuple[int, ...]]:
+        """Prepare the attention of consecutive layers for a program that computes whole layers.
 
         Args:
-            layer: ``RadixAttention``. q, out: float32 ``[T, Hq, D]``; written by the program.
+            jobs: ``JOB`` records of :mod:`aspire_sglang.attention.cpu_job`, one per layer, with
+                scales and caps; those of the layers prepared are written.
+            first: the first layer.
+            q, out: float32 ``[T, Hq, D]``, shared by the layers; written by the program.
 
         Returns:
-            Address of a ``JOB`` of :mod:`aspire_sglang.attention.cpu_job`, always the same.
+            The layer behind the last one prepared, and the items of each phase.
         """
-        return self._attention.prepare(layer, q, out)
+        return self._attention.prepare(jobs, first, q, out)
 
-    def finish_layer(self, layer: Any) -> None:
-        """Do what comes after the attention of a layer: votes for pages."""
+    def finish_layer(self, layer: int) -> None:
+        """Do what comes after the attention of a layer, the last of those prepared: votes."""
         self._attention.attended(layer)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:

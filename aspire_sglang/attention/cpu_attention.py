@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from aspire_sglang.attention import cpu_votes
 from aspire_sglang.attention.cpu_flash import scratch_size
-from aspire_sglang.attention.cpu_job import BFLOAT16, FLOAT16, FLOAT32, JOB
+from aspire_sglang.attention.cpu_job import BFLOAT16, FLOAT16, FLOAT32, JOB, write_scales
 from aspire_sglang.attention.cpu_kernel import attend_pieces, merge_pieces
 from aspire_sglang.attention.cpu_plan import Row, RowsPlan, plan_rows
 from aspire_sglang.attention.openmp import parallel_region
@@ -22,7 +20,6 @@ _KV_TYPES = {
     torch.bfloat16: BFLOAT16,
     torch.float16: FLOAT16,
 }
-_LOG2E = math.log2(math.e)
 
 
 class CpuAttention:
@@ -36,8 +33,8 @@ class CpuAttention:
         dtype: of the pools, float32, bfloat16 or float16. Sums are float32 always.
 
     Attributes:
-        phases: attention and merging, as phases of a program; their argument is what
-            :meth:`prepare` returns.
+        phases: attention and merging, as phases of a program; their argument is a record that
+            :meth:`prepare` has filled in.
 
     Raises:
         ValueError: heads that do not divide, or a dtype or width that the kernel cannot read.
@@ -68,7 +65,8 @@ class CpuAttention:
         attend = attend_pieces(num_heads // num_kv_heads, dim, _KV_TYPES[dtype])
         self.phases = (attend, merge_pieces)
         self._program = Program(*self.phases)
-        self._program.argument[:] = job.ctypes.data
+        self._call = np.zeros(1, JOB)
+        self._program.argument[:] = self._call.ctypes.data
 
     def plan(self, rows: list[Row]) -> RowsPlan:
         """Plan a step; see :func:`aspire_sglang.attention.cpu_plan.plan_rows`."""
@@ -110,7 +108,11 @@ class CpuAttention:
         queries = q.float().contiguous()
         direct = out.dtype == torch.float32 and out.is_contiguous()
         target = out if direct else torch.empty_like(queries)
-        self.prepare(queries, k, v, plan, scale, target, logit_cap, layer)
+        self._check_pools(k, v)
+        write_scales(self._call, [scale], [logit_cap])
+        keys, values = np.array([k.data_ptr()]), np.array([v.data_ptr()])
+        items = self.prepare(self._call, keys, values, queries, target, plan, layer)
+        self._program.items[:] = items
         self._program.run()
         if not direct:
             out.copy_(target)
@@ -118,43 +120,47 @@ class CpuAttention:
 
     def prepare(
         self,
+        jobs: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: RowsPlan,
-        scale: float,
         out: Tensor,
-        logit_cap: float = 0.0,
-        layer: int = 0,
-    ) -> int:
-        """Fill in the kernel's record for a call that somebody else makes; see :meth:`attend`.
+        plan: RowsPlan,
+        first: int = 0,
+    ) -> tuple[int, int]:
+        """Fill in the records of consecutive layers, for a program that runs ``phases``.
 
         Args:
-            q, out: float32 and contiguous, ``q`` may be written until the call.
+            jobs: ``JOB`` ``[layers]`` with scales and caps.
+            keys, values: int64 ``[layers]``: addresses of the layers' pools, see :meth:`attend`.
+            q, out: float32 ``[T, Hq, D]``, contiguous; ``q`` is written before the phases run.
+            plan: of all these layers; what its rows need must not change until the program ends.
+            first: the first layer.
 
         Returns:
-            Address of the record, a ``JOB``; good until the next call.
+            Items of the two phases.
 
         Raises:
-            ValueError: shapes or dtypes that do not fit.
+            ValueError: shapes that do not fit.
         """
-        self._check(q, k, v, plan, layer)
+        self._check_queries(q, plan)
+        last = first + len(jobs) - 1
+        if not 0 <= first <= last < plan.layers:
+            raise ValueError(f"layer {last} of rows with slots for {plan.layers} layers")
         if self._lse.shape[0] < plan.tokens:
             self._lse = torch.empty(plan.tokens, self._num_heads)
         if plan is not self._planned or self._scratch.shape[0] != torch.get_num_threads():
             self._use(plan)
             self._planned = plan
-        job = self._job
-        job["q"], job["out"] = q.data_ptr(), out.data_ptr()
-        job["k"], job["v"] = k.data_ptr(), v.data_ptr()
-        job["lse"] = self._lse.data_ptr()
-        job["layer"] = layer
-        job["scale"], job["cap"] = scale * _LOG2E, logit_cap * _LOG2E
-        return job.ctypes.data
-
-    def phase_items(self) -> tuple[int, ...]:
-        """Items of ``phases``, after :meth:`prepare`."""
-        return tuple(self._program.items.tolist())
+        scale, cap = jobs["scale"].copy(), jobs["cap"].copy()
+        jobs[:] = self._job
+        jobs["scale"], jobs["cap"] = scale, cap
+        jobs["k"], jobs["v"] = keys, values
+        jobs["q"], jobs["out"] = q.data_ptr(), out.data_ptr()
+        jobs["lse"] = self._lse.data_ptr()
+        jobs["layer"] = np.arange(first, first + len(jobs))
+        kv_heads = self._pool_shape[0]
+        return len(plan.pieces) * kv_heads, len(plan.merges) * kv_heads
 
     def page_scores(self, plan: RowsPlan, page_size: int, reduction: str = "max") -> list[Tensor]:
         """Scores of the voting rows' pages, from the last :meth:`attend` of this plan.
@@ -219,7 +225,6 @@ class CpuAttention:
         job, threads = self._job, torch.get_num_threads()
         job["pieces"], job["num_pieces"] = plan.pieces.ctypes.data, len(plan.pieces)
         job["merges"], job["num_merges"] = plan.merges.ctypes.data, len(plan.merges)
-        self._program.items[:] = len(plan.pieces) * kv_heads, len(plan.merges) * kv_heads
         job["votes_width"] = plan.votes.shape[2]
         size = scratch_size(dim, plan.blocks)
         if self._scratch.shape != (threads, max(size, self._scratch.shape[-1])):
@@ -231,16 +236,16 @@ class CpuAttention:
             self._partials = torch.empty(needed)
         job["partials"], job["partial_size"] = self._partials.data_ptr(), lanes * (dim + 2)
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, plan: RowsPlan, layer: int) -> None:
-        if not 0 <= layer < plan.layers:
-            raise ValueError(f"layer {layer} of rows with slots for {plan.layers} layers")
-        if k.shape != self._pool_shape or v.shape != k.shape:
-            shapes = f"{tuple(k.shape)} and {tuple(v.shape)}"
-            raise ValueError(f"pools {shapes}, planned for {self._pool_shape}")
-        if q.shape != (plan.tokens, self._num_heads, k.shape[2]):
+    def _check_queries(self, q: Tensor, plan: RowsPlan) -> None:
+        if q.shape != (plan.tokens, self._num_heads, self._pool_shape[2]):
             raise ValueError(
                 f"queries {tuple(q.shape)} for {plan.tokens} tokens and {self._num_heads} heads"
             )
+
+    def _check_pools(self, k: Tensor, v: Tensor) -> None:
+        if k.shape != self._pool_shape or v.shape != k.shape:
+            shapes = f"{tuple(k.shape)} and {tuple(v.shape)}"
+            raise ValueError(f"pools {shapes}, planned for {self._pool_shape}")
         if not (k.is_contiguous() and v.is_contiguous()):
             raise ValueError("the KV pool must be contiguous")
         if k.dtype != self._dtype or v.dtype != self._dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numba import njit
@@ -89,3 +90,9 @@ def cap_score(score, cap):
     one = splat(np.float32(1))
     share = sub(one, div(splat(np.float32(2)), add(power, one)))
     return mul(splat(cap), share)
+
+
+def write_scales(jobs: np.ndarray, scaling: Sequence[float], caps: Sequence[float]) -> None:
+    """Write the factor of the scores, and their cap, 0 for none, of ``JOB`` records."""
+    jobs["scale"] = np.multiply(scaling, _LOG2E)
+    jobs["cap"] = np.multiply(caps, _LOG2E)

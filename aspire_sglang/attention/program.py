@@ -72,6 +72,10 @@ class Program:
 
     Args:
         works: one function per phase, made by :func:`work`.
+
+    Attributes:
+        argument: int64 ``[phases]``: what each phase's work is called with, an address.
+        items: int64 ``[phases]``: how many items each has.
     """
 
     def __init__(self, *works: Any) -> None:
@@ -82,21 +86,23 @@ class Program:
         phases["work"] = [function.address for function in works]
         self._memory = memory
         self._counters = phases.view(np.int64).reshape(len(works), -1)[:, _LINE // 8 :]
+        self._phases = phases
         self.argument = phases["argument"]
         self.items = phases["items"]
         self._threads = np.zeros(1, np.int64)
         self._program = np.zeros(1, _PROGRAM)
-        self._program["phases"] = phases.ctypes.data
-        self._program["count"] = len(works)
         self._program["threads"] = self._threads.ctypes.data
         self._address = self._program.ctypes.data
 
-    def run(self) -> None:
-        """Run the phases on PyTorch's threads and wait for the last.
+    def run(self, first: int = 0, stop: int | None = None) -> None:
+        """Run the phases ``first .. stop`` on PyTorch's threads and wait for the last.
 
         Raises:
             RuntimeError: the process has no OpenMP runtime.
         """
-        self._counters[...] = 0
+        stop = len(self._works) if stop is None else stop
+        self._counters[first:stop] = 0
         self._threads[0] = 0
+        self._program["phases"] = self._phases.ctypes.data + first * PHASE.itemsize
+        self._program["count"] = stop - first
         run_on_all_threads(_run.address, self._address)

@@ -1,4 +1,4 @@
-"""Decoder layers as programs, against the same layer in float64."""
+"""Decoder layers as a program, against the same layers in float64."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,11 @@ from torch import Tensor, nn
 from aspire_sglang.attention.cpu_attention import CpuAttention
 from aspire_sglang.attention.cpu_plan import Row
 from aspire_sglang.attention.simd import LANES
-from aspire_sglang.cpu_platform.decoder_layer import CompiledLayer, Workspace, compiles
+from aspire_sglang.cpu_platform.decoder_stack import DecoderStack, compile_stack, compiles
 from aspire_sglang.cpu_platform.panel_linear import PanelLinear
 
 SLOTS, POSITIONS, EPS = 700, 400, 1e-5
-# float32 sums of up to 600 terms, twice in a row.
+# float32 sums of up to 1,500 terms, through a few layers.
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-4}
 
 
@@ -54,82 +55,97 @@ def norm(width: int, gen: torch.Generator) -> SimpleNamespace:
 
 
 class Backend:
-    """The attention backend's part, on rows that the test chose."""
+    """The attention backend's part, on rows that the test chose.
 
-    def __init__(self, shape: Shape, rows: list[Row], seed: int) -> None:
+    ``calls`` are the layers that one call of the program may compute.
+    """
+
+    def __init__(self, shape: Shape, layers: int, rows: list[Row], seed: int) -> None:
         gen = torch.Generator().manual_seed(seed)
-        size = (shape.kv_heads, SLOTS, shape.dim)
+        size = (layers, shape.kv_heads, SLOTS, shape.dim)
         self.k, self.v = torch.randn(size, generator=gen), torch.randn(size, generator=gen)
         self.attention = CpuAttention(shape.heads, shape.kv_heads, SLOTS, shape.dim, torch.float32)
         self.phases = self.attention.phases
         self.plan = self.attention.plan(rows)
-        self.scale = 1 / math.sqrt(shape.dim)
-        self.finished = 0
-        self.usable = True
+        self.calls = [layers]
+        self.finished: list[int] = []
 
-    def computes_layers(self, forward_batch: object) -> bool:
-        return self.usable
+    def prepare_layers(
+        self, jobs: np.ndarray, first: int, q: Tensor, out: Tensor
+    ) -> tuple[int, tuple[int, ...]]:
+        stop = min(end for end in self.calls if end > first)
+        keys, values = (
+            np.array([layer.data_ptr() for layer in pool[first:stop]]) for pool in (self.k, self.v)
+        )
+        part = jobs[first:stop]
+        return stop, self.attention.prepare(part, keys, values, q, out, self.plan, first)
 
-    def prepare_layer(self, layer: object, q: Tensor, out: Tensor) -> int:
-        return self.attention.prepare(q, self.k, self.v, self.plan, self.scale, out)
-
-    def phase_items(self) -> tuple[int, ...]:
-        return self.attention.phase_items()
-
-    def finish_layer(self, layer: object) -> None:
-        self.finished += 1
+    def finish_layer(self, layer: int) -> None:
+        self.finished.append(layer)
 
 
 class Case:
-    """A layer with random weights and its program."""
+    """Layers with random weights and their program."""
 
-    def __init__(self, shape: Shape, rows: list[Row], seed: int = 0) -> None:
+    def __init__(self, shape: Shape, rows: list[Row], layers: int = 3, seed: int = 0) -> None:
         gen = torch.Generator().manual_seed(seed)
-        q_size, kv_size = shape.heads * shape.dim, shape.kv_heads * shape.dim
         angles = torch.rand(POSITIONS, shape.dim // 2, generator=gen) * 6
         self.shape, self.rows = shape, rows
-        self.layer = SimpleNamespace(
-            hidden_size=shape.hidden,
-            input_layernorm=norm(shape.hidden, gen),
-            post_attention_layernorm=norm(shape.hidden, gen),
-            self_attn=SimpleNamespace(
-                attn=object(),
-                num_heads=shape.heads,
-                qkv_proj=linear(q_size + 2 * kv_size, shape.hidden, gen),
-                o_proj=linear(shape.hidden, q_size, gen),
-                rotary_emb=SimpleNamespace(
-                    cos_sin_cache=torch.cat((angles.cos(), angles.sin()), 1)
-                ),
-            ),
-            mlp=SimpleNamespace(
-                gate_up_proj=linear(2 * shape.inner, shape.hidden, gen),
-                down_proj=linear(shape.hidden, shape.inner, gen),
-            ),
-            forward=lambda *args: "plain",
-        )
-        self.backend = Backend(shape, rows, seed + 1)
-        space = Workspace(shape.hidden, q_size, q_size + 2 * kv_size, shape.inner)
-        self.compiled = CompiledLayer(self.layer, space, lambda: self.backend)
+        rotary = SimpleNamespace(cos_sin_cache=torch.cat((angles.cos(), angles.sin()), 1))
+        self.layers = [self._layer(gen, rotary) for _ in range(layers)]
+        self.backend = Backend(shape, layers, rows, seed + 1)
+        self.stack = DecoderStack(self.layers)
         tokens = sum(row.tokens for row in rows)
         self.x = torch.randn(tokens, shape.hidden, generator=gen)
-        self.residual = torch.randn(tokens, shape.hidden, generator=gen)
         self.positions = torch.cat(
             [torch.arange(row.length - row.tokens, row.length) for row in rows]
         )
         self.slots = torch.cat([row.slots[-row.tokens :] for row in rows]).long()
 
-    def run(self, residual: Tensor | None):
-        batch = SimpleNamespace(out_cache_loc=self.slots)
-        return self.compiled.forward(self.positions, self.x, batch, residual)
+    def _layer(self, gen: torch.Generator, rotary: SimpleNamespace) -> SimpleNamespace:
+        shape = self.shape
+        q_size, kv_size = shape.heads * shape.dim, shape.kv_heads * shape.dim
+        return SimpleNamespace(
+            hidden_size=shape.hidden,
+            input_layernorm=norm(shape.hidden, gen),
+            post_attention_layernorm=norm(shape.hidden, gen),
+            self_attn=SimpleNamespace(
+                attn=SimpleNamespace(scaling=1 / math.sqrt(shape.dim), logit_cap=0.0),
+                num_heads=shape.heads,
+                q_size=q_size,
+                kv_size=kv_size,
+                qkv_proj=linear(q_size + 2 * kv_size, shape.hidden, gen),
+                o_proj=linear(shape.hidden, q_size, gen),
+                rotary_emb=rotary,
+            ),
+            mlp=SimpleNamespace(
+                gate_up_proj=linear(2 * shape.inner, shape.hidden, gen),
+                down_proj=linear(shape.hidden, shape.inner, gen),
+            ),
+        )
 
-    def expected(self, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        shape, layer = self.shape, self.layer
-        stream = self.x.double() + (0 if residual is None else residual.double())
+    def serves(self) -> bool:
+        return self.stack.serves(self.x, self.positions, self.slots)
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        assert self.serves()
+        out, stream = self.stack.run(self.x, self.positions, self.slots, self.backend)
+        return out.clone(), stream.clone()
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        x, stream = self.x.double(), torch.zeros_like(self.x).double()
+        for number in range(len(self.layers)):
+            x, stream = self._expected(number, x, stream)
+        return x, stream
+
+    def _expected(self, number: int, x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+        shape, layer = self.shape, self.layers[number]
+        stream = stream + x
         attention = layer.self_attn
         qkv = self._norm(stream, layer.input_layernorm) @ attention.qkv_proj.weight.double().T
         qkv = qkv.view(len(qkv), -1, shape.dim)
         q, k, v = qkv.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
-        keys, values = self.backend.k.double(), self.backend.v.double()
+        keys, values = self.backend.k[number].double(), self.backend.v[number].double()
         keys[:, self.slots] = self._rotate(k).transpose(0, 1)
         values[:, self.slots] = v.transpose(0, 1)
         q, outs, start = self._rotate(q), [], 0
@@ -147,7 +163,7 @@ class Case:
         return x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + EPS) * module.weight.double()
 
     def _rotate(self, x: Tensor) -> Tensor:
-        table = self.layer.self_attn.rotary_emb.cos_sin_cache.double()[self.positions][:, None]
+        table = self.layers[0].self_attn.rotary_emb.cos_sin_cache.double()[self.positions][:, None]
         cos, sin = table.chunk(2, -1)
         first, second = x.chunk(2, -1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
@@ -156,7 +172,7 @@ class Case:
         group, slots = self.shape.heads // self.shape.kv_heads, row.slots.long()
         k = keys[:, slots].repeat_interleave(group, 0)
         v = values[:, slots].repeat_interleave(group, 0)
-        scores = torch.einsum("qhd,hld->hql", q, k) * self.backend.scale
+        scores = torch.einsum("qhd,hld->hql", q, k) / math.sqrt(self.shape.dim)
         hidden = torch.ones(row.tokens, row.length).tril(row.length - row.tokens) == 0
         scores = scores.masked_fill(hidden, float("-inf"))
         return torch.einsum("hql,hld->qhd", scores.softmax(-1), v)
@@ -174,65 +190,84 @@ def rows_of(*sizes: tuple[int, int]) -> list[Row]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("sizes", [[(300, 1), (40, 7), (90, 1)], [(1, 1)], [(200, 133)]], ids=str)
-@pytest.mark.parametrize("first", [False, True])
-def test_layer(shape: Shape, sizes: list[tuple[int, int]], first: bool) -> None:
-    case = Case(shape, rows_of(*sizes))
-    residual = None if first else case.residual
-    kept = [tensor.clone() for tensor in (case.x, case.residual)]
-    want = case.expected(residual)
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_layers(shape: Shape, sizes: list[tuple[int, int]], layers: int) -> None:
+    case = Case(shape, rows_of(*sizes), layers)
+    given, want = case.x.clone(), case.expected()
     for _ in range(2):  # the second call finds its buffers in place
-        out, stream = case.run(residual)
-        torch.testing.assert_close(stream.double(), want[1], **TOLERANCE)
-        torch.testing.assert_close(out.double(), want[0], **TOLERANCE)
-    assert torch.equal(case.x, kept[0])
-    assert torch.equal(case.residual, kept[1])
-    assert case.backend.finished == 2
+        for got, right in zip(case.run(), want, strict=True):
+            torch.testing.assert_close(got.double(), right, **TOLERANCE)
+    assert torch.equal(case.x, given)
+
+
+def test_layers_in_several_calls() -> None:
+    case = Case(SHAPES[0], rows_of((300, 1), (40, 7)))
+    together = case.run()
+    assert case.backend.finished == [2]
+    case.backend.calls = [1, 2, 3]
+    apart = case.run()
+    assert case.backend.finished == [2, 0, 1, 2]
+    assert all(map(torch.equal, together, apart))
 
 
 def test_a_token_is_the_same_whatever_is_computed_beside_it() -> None:
     rows = rows_of((300, 1), (40, 7), (90, 1))
     together = Case(SHAPES[0], rows)
-    out, _ = together.run(together.residual)
+    out, _ = together.run()
     start = 0
     for row in rows:
         alone = Case(SHAPES[0], [row])
         alone.backend.k, alone.backend.v = together.backend.k, together.backend.v
         end = start + row.tokens
         alone.x = together.x[start:end].contiguous()
-        got, _ = alone.run(together.residual[start:end].contiguous())
-        assert torch.equal(got, out[start:end])
+        assert torch.equal(alone.run()[0], out[start:end])
         start = end
 
 
 def test_new_weights_and_more_tokens_are_followed() -> None:
     small, large = rows_of((50, 2)), rows_of((300, 60))
     case = Case(SHAPES[0], small)
-    case.run(None)
-    projection = case.layer.mlp.down_proj
+    case.run()
+    projection = case.layers[1].mlp.down_proj
     projection.weight.mul_(-2)
     projection.quant_method.aspire_packed = PanelLinear(projection.weight)
-    case.layer.input_layernorm.weight = torch.rand(576)
+    case.layers[2].input_layernorm.weight = torch.rand(576)
     bigger = Case(SHAPES[0], large)
     for name in ("rows", "x", "positions", "slots"):
         setattr(case, name, getattr(bigger, name))
     case.backend.plan = case.backend.attention.plan(large)
-    torch.testing.assert_close(case.run(None)[0].double(), case.expected(None)[0], **TOLERANCE)
+    torch.testing.assert_close(case.run()[0].double(), case.expected()[0], **TOLERANCE)
 
 
-@pytest.mark.parametrize("fault", ["backend", "weight", "dtype", "strided"])
-def test_what_a_program_cannot_serve_goes_to_the_plain_forward(fault: str) -> None:
+@pytest.mark.parametrize("fault", ["weight", "unpacked", "dtype", "strided", "empty", "positions"])
+def test_what_a_program_cannot_serve(fault: str) -> None:
     case = Case(SHAPES[0], rows_of((50, 2)))
-    if fault == "backend":
-        case.backend.usable = False
-    elif fault == "weight":
-        case.layer.self_attn.o_proj.weight = case.layer.self_attn.o_proj.weight.clone()
+    assert case.serves()
+    attention = case.layers[2].self_attn
+    if fault == "weight":
+        attention.o_proj.weight = attention.o_proj.weight.clone()
+    elif fault == "unpacked":
+        attention.o_proj.quant_method.aspire_packed = None
     elif fault == "dtype":
         case.x = case.x.double()
-    else:
+    elif fault == "strided":
         case.x = case.x.repeat(1, 2)[:, ::2]
-    assert case.run(None) == "plain"
-    assert case.backend.finished == 0
+    elif fault == "empty":
+        case.x = case.x[:0]
+    else:
+        case.positions = case.positions.int()
+    assert not case.serves()
 
 
-def test_other_layers_are_left_alone() -> None:
-    assert not compiles(nn.Linear(3, 3))
+def test_a_position_without_angles() -> None:
+    case = Case(SHAPES[0], rows_of((50, 2)))
+    case.positions[1] = POSITIONS
+    with pytest.raises(IndexError, match="400"):
+        case.run()
+
+
+def test_other_models_are_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    assert not compiles(model[0])
+    assert compile_stack(model) == 0
+    assert model(torch.ones(1, 3)).shape == (1, 3)
