@@ -73,7 +73,8 @@ def timeline(lab: Lab) -> dict[str, Any]:
 
 def _summary(events: list[list[Any]], rows: int) -> dict[str, Any]:
     """Times of the scheduler's thread by kind of step, in microseconds; and how long the device
-    waited between mixed steps of all ``rows`` requests."""
+    waited between mixed steps of all ``rows`` requests. The longest wait follows a prefill, whose
+    requests the host takes in one after another."""
     launches = [event for event in events if event[0] == "launch"]
     found: dict[str, Any] = {}
     for mode in ("prefill", "mixed", "plain"):
@@ -97,7 +98,8 @@ def _summary(events: list[list[Any]], rows: int) -> dict[str, Any]:
             "steps": len(full),
             "step_us": median(seconds) * 1e6,
             "idle_us": median(idle) * 1e6,
-            "idle_share": sum(idle) / (sum(idle) + sum(seconds)),
+            "idle_share": median(idle) / (median(idle) + median(seconds)),
+            "longest_idle_us": sorted(wait * 1e6 for wait in idle)[-3:],
         }
     return found
 
