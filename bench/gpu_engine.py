@@ -66,7 +66,10 @@ def serve(
                 "dtype": "bfloat16",
                 "max_running_requests": 256,
                 "max_total_tokens": room,
-                "mem_fraction_static": 0.85,
+                # Of the whole device; the room is what limits an engine beside others.
+                "mem_fraction_static": 0.95,
+                # Engines wait for their turn without taking a core from the one that runs.
+                "sleep_on_idle": True,
                 "log_level": "info",
                 "sampling_backend": "pytorch",
                 **(extra or {}),

@@ -8,6 +8,7 @@ starts the engines of ``bench/gpu_engine.py`` side by side, runs the phases in o
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -15,6 +16,8 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -42,6 +45,7 @@ class Lab:
         count = max(*options.requests, 64)
         self.prompts = gpu_engine.load_prompts(options.model, count, options.prompt_tokens)
         self.environment = gpu_engine._environment(options.commit)
+        self.host_before = host_state()
         for name, engine in self.engines.items():
             left = options.start_timeout - (time.perf_counter() - self.start)
             self.say(f"{name}: {engine.receive(max(left, 1.0))}")
@@ -54,6 +58,7 @@ class Lab:
         content = {
             "command": " ".join(["python", *sys.argv]),
             "environment": self.environment,
+            "host": {"before": self.host_before, "after": host_state()},
             phase: result,
         }
         (self.options.out / f"{phase}.json").write_text(json.dumps(content, indent=1))
@@ -85,6 +90,17 @@ class Lab:
         """Prompts of 500 to 6,200 tokens."""
         step = 5700 // max(count - 1, 1)
         return [self.prompts[i][: 500 + step * i] for i in range(count)]
+
+
+def host_state() -> dict[str, Any]:
+    """How busy the host is: load averages, and seconds that its cores ran or were taken away."""
+    times = psutil.cpu_times()
+    return {
+        "load_average": os.getloadavg(),
+        "busy_s": times.user + times.system,
+        "stolen_s": getattr(times, "steal", 0.0),
+        "clock_s": time.time(),
+    }
 
 
 def texts(lab: Lab) -> dict[str, Any]:
@@ -204,8 +220,10 @@ def _rates(
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     names = ["stock", *(settings or lab.options.settings)]
-    # Round by round, so that a slower minute of the machine meets everybody.
-    for name in names * repeats:
+    # Round by round, so that a slower minute of the machine meets everybody, each round beginning
+    # with another engine.
+    rounds = [names[i % len(names) :] + names[: i % len(names)] for i in range(repeats)]
+    for name in itertools.chain(*rounds):
         engine = lab.serving(name)
         if engine is None:
             continue
@@ -237,9 +255,11 @@ def short(lab: Lab) -> dict[str, Any]:
     for count in (64, 1):
         prompts = [prompt[:512] for prompt in lab.prompts[:count]]
         lab.say(f"{count} x 512")
-        found[f"{count} x 512"] = _rates(lab, prompts, 0.0, 3, ["default", "plain"])
+        found[f"{count} x 512"] = _rates(
+            lab, prompts, 0.0, lab.options.short_repeats, ["default", "plain"]
+        )
         lab.save("short", found)
-    if "plain" in lab.engines:
+    if "plain" in lab.engines and "plain" not in lab.options.settings:
         lab.say("64 x 7000")
         found["64 x 7000"] = _rates(lab, lab.prompts[:64], 0.0, 2, ["plain"])
     return found
@@ -296,12 +316,14 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=7000)
     parser.add_argument("--new-tokens", type=int, nargs=2, default=(32, 288))
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--short-repeats", type=int, default=3)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--start-timeout", type=float, default=240.0)
     parser.add_argument("--commit", default=None)
     lab = Lab(parser.parse_args())
     for name in lab.options.phases:
         lab.say(f"== {name}")
+        lab.host_before = host_state()
         try:
             lab.save(name, PHASES[name](lab))
         except Exception:

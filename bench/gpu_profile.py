@@ -38,7 +38,11 @@ def profile(lab: Lab) -> dict[str, Any]:
     """Where the time of a step goes: device time by kernel, and what the device waits."""
     found = {}
     for key, engine, count, temperature in _cases(lab, lab.options.temperatures):
-        found[key] = kernels_of(lab.options.out, engine, lab.prompts[:count], temperature)
+        # Not before all run.
+        wait, tokens = (0.35, 160) if count <= 64 else (0.7, 288)
+        found[key] = kernels_of(
+            lab.options.out, engine, lab.prompts[:count], temperature, wait, tokens
+        )
         lab.say(f"{key}: {found[key]}")
     return found
 
@@ -46,7 +50,8 @@ def profile(lab: Lab) -> dict[str, Any]:
 def timeline(lab: Lab) -> dict[str, Any]:
     """What the scheduler did when, in a run like the timed ones; raw events beside the summary."""
     found: dict[str, Any] = {}
-    for count, length in ((64, lab.options.prompt_tokens), (64, 512), (1, 512)):
+    long = [(count, lab.options.prompt_tokens) for count in lab.options.requests]
+    for count, length in (*long, (64, 512), (1, 512)):
         prompts = [prompt[:length] for prompt in lab.prompts[:count]]
         for name in ("stock", *lab.options.settings):
             engine = lab.serving(name)
@@ -61,13 +66,15 @@ def timeline(lab: Lab) -> dict[str, Any]:
             seconds = time.perf_counter() - start
             engine.ask("collective_rpc", method="probe_timeline", path=str(path))
             key = f"{name}, {count} x {length}"
-            found[key] = {"seconds": seconds, **_summary(json.loads(path.read_text()))}
+            found[key] = {"seconds": seconds, **_summary(json.loads(path.read_text()), count)}
             lab.say(f"{key}: {found[key]}")
     return found
 
 
-def _summary(events: list[list[Any]]) -> dict[str, Any]:
-    """Times of the scheduler's thread by kind of step, in microseconds."""
+def _summary(events: list[list[Any]], rows: int) -> dict[str, Any]:
+    """Times of the scheduler's thread by kind of step, in microseconds; and how long the device
+    waited between mixed steps of all ``rows`` requests. The longest wait follows a prefill, whose
+    requests the host takes in one after another."""
     launches = [event for event in events if event[0] == "launch"]
     found: dict[str, Any] = {}
     for mode in ("prefill", "mixed", "plain"):
@@ -82,19 +89,37 @@ def _summary(events: list[list[Any]]) -> dict[str, Any]:
             }
     results = [event[2] - event[1] for event in events if event[0] == "result"]
     found["result_us"] = median(results) * 1e6 if results else None
+    # Requests sit out a second step of a pair if they may have ended, so some rows may lack.
+    device = [event for event in events if event[0] == "device"]
+    full = [event for event in device[1:] if event[1] + event[2] == rows]
+    if full:
+        seconds, idle = [event[5] for event in full], [event[7] for event in full]
+        found["device"] = {
+            "steps": len(full),
+            "step_us": median(seconds) * 1e6,
+            "idle_us": median(idle) * 1e6,
+            "idle_share": median(idle) / (median(idle) + median(seconds)),
+            "longest_idle_us": sorted(wait * 1e6 for wait in idle)[-3:],
+        }
     return found
 
 
 def kernels_of(
-    out: Path, engine: gpu_engine.Variant, prompts: list[list[int]], temperature: float = 0.0
+    out: Path,
+    engine: gpu_engine.Variant,
+    prompts: list[list[int]],
+    temperature: float = 0.0,
+    wait: float = 0.35,
+    tokens: int = 160,
 ) -> dict[str, Any]:
-    """Device time of 30 steps by kernel; the trace stays in a folder of ``out``."""
+    """Device time of 30 steps by kernel, from ``wait`` seconds after the requests came; the trace
+    stays in a folder of ``out``."""
     folder = out / f"trace-{time.time_ns()}"
     engine.generate(prompts, 1)
     steps = 30
-    params = {"max_new_tokens": 160, "temperature": temperature, "ignore_eos": True}
+    params = {"max_new_tokens": tokens, "temperature": temperature, "ignore_eos": True}
     engine.ask(
-        "profiled", prompts=prompts, params=params, wait=0.35, folder=str(folder), steps=steps
+        "profiled", prompts=prompts, params=params, wait=wait, folder=str(folder), steps=steps
     )
     deadline = time.perf_counter() + 30
     while not (files := list(folder.rglob("*.trace.json.gz"))) and time.perf_counter() < deadline:

@@ -80,11 +80,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
     # SGLang's own kernels for sums over ranks, which are its default.
     "own_sums": ({**ASPIRE, **SMALL, "disable_custom_all_reduce": False}, STAGGERED, {}),
     "one_rank": ({**ASPIRE, **SMALL, "tp_size": 1}, STAGGERED, {}),
-    "plain": (
-        {**STOCK, "attention_backend": "aspire", "max_total_tokens": 480_000},
-        "",
-        {},
-    ),
+    "plain": ({**STOCK, "attention_backend": "aspire"}, "", {}),
     "stock_8b": ({**STOCK, **LARGE, "cuda_graph_bs_decode": [1, 8, 24]}, "", ONLY_PROBE),
     "replay_8b": (
         {**ASPIRE, **LARGE, "cuda_graph_bs_decode": LARGE_SIZES},
