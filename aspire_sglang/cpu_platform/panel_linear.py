@@ -23,6 +23,7 @@ from aspire_sglang.attention.openmp import parallel_region
 from aspire_sglang.attention.program import Program, work
 from aspire_sglang.attention.simd import LANES, get, load, put, records, store
 from aspire_sglang.attention.tiles import product_tile
+from aspire_sglang.cpu_platform import huge_pages
 from aspire_sglang.cpu_platform.weight_copy import WeightCopy
 
 #: Output columns of a panel: two vectors.
@@ -132,9 +133,13 @@ class PanelLinear(WeightCopy):
         columns, width = weight.shape
         super().__init__(weight)
         count = -(-columns // PANEL)
-        padded = torch.zeros(count * PANEL, width)
-        padded[:columns] = weight.detach()
-        self._panels = padded.view(count, PANEL, width).transpose(1, 2).contiguous()
+        self._panels = huge_pages.zeros((count, width, PANEL), torch.float32)
+        whole, rest = divmod(columns, PANEL)
+        weight = weight.detach()
+        by_panel = weight[: whole * PANEL].reshape(whole, PANEL, width)
+        self._panels[:whole] = by_panel.transpose(1, 2)
+        if rest:
+            self._panels[whole, :, :rest] = weight[whole * PANEL :].T
         self._scratch = torch.empty(0)
         self._job = job = np.zeros(1, JOB)
         self.write_job(job)
