@@ -3,7 +3,8 @@
 Numba has no vector registers in its language and its loop vectorizer does not block products over
 registers, which is most of the speed of an attention kernel. So a vector is a type of its own
 here, with the few operations that the kernels need, each translated to one LLVM instruction or
-intrinsic; :func:`product_tile` is the register-blocked product they are built around.
+intrinsic. The register-blocked products that kernels are built around are in
+:mod:`aspire_sglang.attention.tiles`.
 
 Memory is addressed by plain integers and an index in elements: nothing is checked, and callers
 hand over only addresses of live tensors.

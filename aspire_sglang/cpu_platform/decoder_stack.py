@@ -63,15 +63,7 @@ class DecoderStack:
             "gate_up": 2 * inner,
             "gated": inner,
         }
-        self._projections = [
-            (
-                layer.self_attn.qkv_proj,
-                layer.self_attn.o_proj,
-                layer.mlp.gate_up_proj,
-                layer.mlp.down_proj,
-            )
-            for layer in layers
-        ]
+        self._projections = [_projections(layer) for layer in layers]
         self._packed: list[list[PanelLinear | None]] = [[None] * 4 for _ in layers]
         self._tokens = self._threads = 0
         self._jobs = np.zeros(count, LAYER)
@@ -213,16 +205,24 @@ def compile_stack(model: nn.Module) -> int:
     Returns:
         The number of such layers.
     """
+    layers = stack_of(model)
+    if not layers or not all(map(_in_panels, layers)):
+        return 0
+    inner: Any = model.model
+    object.__setattr__(inner, "forward", _forward_of(inner, DecoderStack(layers)))
+    return len(layers)
+
+
+def stack_of(model: nn.Module) -> list[Any]:
+    """The model's decoder layers, if a program can compute all of them once they are packed."""
     from sglang.srt.models.llama import LlamaModel
 
     inner: Any = getattr(model, "model", None)
-    if type(inner) is not LlamaModel or not inner.pp_group.is_last_rank:
-        return 0
+    if type(inner) is not LlamaModel:
+        return []
+    whole = inner.pp_group.is_first_rank and inner.pp_group.is_last_rank
     layers = list(inner.layers)
-    if not inner.pp_group.is_first_rank or not layers or not all(map(compiles, layers)):
-        return 0
-    object.__setattr__(inner, "forward", _forward_of(inner, DecoderStack(layers)))
-    return len(layers)
+    return layers if whole and all(map(compiles, layers)) else []
 
 
 def _forward_of(model: Any, stack: DecoderStack) -> Callable[..., Any]:
@@ -261,13 +261,12 @@ def compiles(layer: nn.Module) -> bool:
         return False
     attention, mlp = layer.self_attn, layer.mlp
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
-    linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     return (
         type(attention) is LlamaAttention
         and type(mlp) is LlamaMLP
         and type(mlp.act_fn) is SiluAndMul
         and all(type(norm) is RMSNorm and _plain_norm(norm) for norm in norms)
-        and all(_in_panels(linear) for linear in linears)
+        and all(linear.bias is None and linear.tp_size == 1 for linear in _projections(layer))
         and _rotates_halves(attention.rotary_emb, attention.head_dim)
         and layer.hidden_size % LANES == 0
         and mlp.down_proj.weight.shape[1] % LANES == 0
@@ -282,10 +281,15 @@ def _plain_norm(norm: Any) -> bool:
     )
 
 
-def _in_panels(linear: Any) -> bool:
-    """Whether a projection is one product with a weight in panels, on this rank alone."""
-    packed = getattr(linear.quant_method, "aspire_packed", None)
-    return isinstance(packed, PanelLinear) and linear.bias is None and linear.tp_size == 1
+def _projections(layer: Any) -> tuple[Any, ...]:
+    """In the order of their phases."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+
+
+def _in_panels(layer: Any) -> bool:
+    methods = [projection.quant_method for projection in _projections(layer)]
+    return all(isinstance(getattr(m, "aspire_packed", None), PanelLinear) for m in methods)
 
 
 def _rotates_halves(rotary: Any, dim: int) -> bool:
