@@ -35,6 +35,8 @@ _QKV, _OUT, _GATE_UP, _DOWN = range(4)
 # Phases of a layer: the projections, those with an item per token, and the attention's two.
 _PROJECTIONS, _PER_TOKEN, _ATTENTION = (1, 5, 7, 9), (0, 2, 6, 8), (3, 4)
 _PHASES = 10
+# Tokens of the largest batch whose buffers are kept for the next one.
+_KEPT = 2048
 
 
 class DecoderStack:
@@ -66,6 +68,7 @@ class DecoderStack:
         self._projections = [_projections(layer) for layer in layers]
         self._packed: list[list[PanelLinear | None]] = [[None] * 4 for _ in layers]
         self._tokens = self._threads = 0
+        self._buffers: dict[str, Tensor] = {}
         self._jobs = np.zeros(count, LAYER)
         self._linears = np.zeros((count, 4), panel_linear.JOB)
         self._attention = np.zeros(count, cpu_job.JOB)
@@ -86,7 +89,7 @@ class DecoderStack:
         return (
             hidden.dtype == torch.float32
             and hidden.is_contiguous()
-            and hidden.shape[0] > 0
+            and 0 < hidden.shape[0] == positions.numel() == slots.numel()
             and positions.dtype == slots.dtype == torch.int64
             and positions.is_contiguous()
             and slots.is_contiguous()
@@ -133,8 +136,10 @@ class DecoderStack:
             program.run(first * _PHASES, stop * _PHASES)
             backend.finish_layer(stop - 1)
             first = stop
-        x, stream = self._places(count)
-        return self._buffers[x][:tokens], self._buffers[stream][:tokens]
+        result = tuple(self._buffers[name][:tokens] for name in self._places(count))
+        if tokens > _KEPT:
+            self._buffers, self._tokens = {}, 0
+        return result[0], result[1]
 
     def _follow_weights(self) -> bool:
         """Note where the weights are; whether all projections are laid out in panels."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from aspire_sglang.attention.cpu_attention import CpuAttention
 from aspire_sglang.attention.cpu_plan import Row
 from aspire_sglang.attention.simd import LANES
+from aspire_sglang.cpu_platform import decoder_stack
 from aspire_sglang.cpu_platform.decoder_stack import DecoderStack, compile_stack, compiles
 from aspire_sglang.cpu_platform.panel_linear import PanelLinear
 
@@ -239,7 +240,20 @@ def test_new_weights_and_more_tokens_are_followed() -> None:
     torch.testing.assert_close(case.run()[0].double(), case.expected()[0], **TOLERANCE)
 
 
-@pytest.mark.parametrize("fault", ["weight", "unpacked", "dtype", "strided", "empty", "positions"])
+def test_buffers_of_a_large_prefill_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_stack, "_KEPT", 4)
+    case = Case(SHAPES[0], rows_of((90, 5)))
+    for _ in range(2):
+        torch.testing.assert_close(case.run()[0].double(), case.expected()[0], **TOLERANCE)
+        assert not case.stack._buffers
+    small = Case(SHAPES[0], rows_of((90, 4)))
+    small.run()
+    assert small.stack._buffers
+
+
+@pytest.mark.parametrize(
+    "fault", ["weight", "unpacked", "dtype", "strided", "empty", "slots", "positions"]
+)
 def test_what_a_program_cannot_serve(fault: str) -> None:
     case = Case(SHAPES[0], rows_of((50, 2)))
     assert case.serves()
@@ -254,6 +268,8 @@ def test_what_a_program_cannot_serve(fault: str) -> None:
         case.x = case.x.repeat(1, 2)[:, ::2]
     elif fault == "empty":
         case.x = case.x[:0]
+    elif fault == "slots":
+        case.slots = case.slots[:1]
     else:
         case.positions = case.positions.int()
     assert not case.serves()
