@@ -182,6 +182,12 @@ def get_int64(builder: Any, address: Any, index: Any) -> Any:
 
 
 @operation(types.void(types.intp, types.intp, types.int64))
+def put_int64(builder: Any, address: Any, index: Any, value: Any) -> None:
+    """Write one int64."""
+    builder.store(value, pointer(builder, address, index, I64, 8), align=8)
+
+
+@operation(types.void(types.intp, types.intp, types.int64))
 def put_int32(builder: Any, address: Any, index: Any, value: Any) -> None:
     """Write one int32."""
     builder.store(builder.trunc(value, _I32), pointer(builder, address, index, _I32), align=4)
@@ -314,6 +320,12 @@ def hide_behind(builder: Any, score: Any, last: Any, position: Any) -> Any:
 def largest(builder: Any, x: Any) -> Any:
     """The largest lane, in every lane."""
     return _across(builder, x, lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+
+
+@operation(types.float32(vector))
+def first_lane(builder: Any, x: Any) -> Any:
+    """The value of the first lane."""
+    return builder.extract_element(x, ir.Constant(_I32, 0))
 
 
 @operation(types.float32(vector))

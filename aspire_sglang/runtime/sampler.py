@@ -72,13 +72,15 @@ class StepSampler:
         rows: SamplingRows,
         seeds: list[int | None],
     ) -> None:
-        best = logits.argmax(dim=-1)
+        # Imported late: it brings a kernel that numba compiles, and GPU servers import this module.
+        from aspire_sglang.sampling.best import best_tokens
+
+        best, probabilities = best_tokens(logits)
         tokens = best.tolist()
         greedy = rows.greedy.tolist()
         if self._confidence:
-            top = logits.gather(1, best.unsqueeze(1)).squeeze(1)
-            probabilities = (top - torch.logsumexp(logits, -1)).exp_().tolist()
-            known = zip(plan.draft_rows, probabilities, self._gaps_of(logits), strict=True)
+            gaps = self._gaps_of(logits)
+            known = zip(plan.draft_rows, probabilities.tolist(), gaps, strict=True)
             for row, probability, gap in known:
                 if greedy[row]:
                     self._state.note(states[row], False, probability, gap)
