@@ -34,13 +34,15 @@ LINE = 64
 AHEAD = 32
 
 
-def product_tile(rows: int, vectors: int, stride: int, *, accumulate: bool) -> Any:
+def product_tile(rows: int, vectors: int, stride: int, *, accumulate: bool, ahead: int = 0) -> Any:
     """A product of ``rows`` by ``vectors * LANES`` values, held in registers while it is summed.
 
     The function made is ``tile(c, a, a_row, a_step, b, count, factor)`` with
     ``c[i, :] = sum_n a[i, n] * b[n, :]`` for ``n < count``, where ``a[i, n]`` lies at element
     ``a_row * i + a_step * n`` and the rows of ``b`` and ``c`` are ``stride`` elements apart. With
     ``accumulate`` it is ``c[i, :] = c[i, :] * factor[:] + ...``; otherwise ``factor`` is not read.
+
+    With ``ahead`` the line at the beginning of the row of ``b`` so many rows on is asked for.
 
     ``rows * vectors`` accumulators, ``vectors`` values of ``b`` and one of ``a`` must fit in the
     registers.
@@ -63,6 +65,9 @@ def product_tile(rows: int, vectors: int, stride: int, *, accumulate: bool) -> A
         sums = [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(rows * vectors)]
         with cgutils.for_range(builder, count) as loop:
             row_of_b = builder.mul(loop.index, number(stride))
+            if ahead:
+                far = builder.mul(builder.add(row_of_b, number(ahead * stride)), number(4))
+                prefetch_line(builder, builder.add(b, far))
             at_a = builder.mul(loop.index, a_step)
             columns = []
             for v in range(vectors):

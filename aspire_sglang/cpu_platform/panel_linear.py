@@ -7,7 +7,7 @@ is summed in registers (the inner kernel of BLIS: Van Zee and van de Geijn, 2015
 products reach a third of that speed for 8 rows without AVX-512.
 
 An output is the same, bit for bit, whatever other rows are computed beside it: every sum runs over
-the inputs in their order.
+the inputs in the same order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from aspire_sglang.attention.openmp import parallel_region
 from aspire_sglang.attention.program import Program, work
-from aspire_sglang.attention.simd import LANES, get, load, put, records, store
+from aspire_sglang.attention.simd import LANES, get, load, put, records, splat, store
 from aspire_sglang.attention.tiles import product_tile
 from aspire_sglang.cpu_platform import huge_pages
 from aspire_sglang.cpu_platform.weight_copy import WeightCopy
@@ -32,8 +32,12 @@ PANEL = 2 * LANES
 _TILE = 8 if LANES == 16 else 6
 # Rows that pass over a panel before the next panel's turn; their inputs stay in the second cache.
 _ROWS = 16 * _TILE
-#: float32 values of scratch memory per thread.
-SCRATCH = _TILE * PANEL
+# Inputs that all rows pass over before the next ones' turn, for which memory is asked meanwhile: a
+# panel then comes from memory while its rows are computed, not before (1.3 to 1.6 times the speed
+# for 8 to 17 rows on one Zen 3 core; half and twice the length are slower).
+_CHUNK = 64
+#: float32 values of scratch memory per thread: sums, and a row of ones.
+SCRATCH = (_ROWS + 1) * PANEL
 
 #: One call of the kernel.
 JOB = np.dtype(
@@ -54,22 +58,24 @@ _compiled = njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cf
 
 def _tiles(rows: int) -> Any:
     """A function for register tiles of 1 to ``rows`` rows."""
-    tile = product_tile(rows, 2, PANEL, accumulate=False)
+    # One or two rows wait for memory anyway; the requests would only be in the way.
+    ahead = _CHUNK if rows > 2 else 0
+    tile = product_tile(rows, 2, PANEL, accumulate=True, ahead=ahead)
     if rows == 1:
 
         @_compiled
-        def one(count, scratch, x, width, panel):
-            tile(scratch, x, width, 1, panel, width, 0)
+        def one(count, sums, x, width, panel, inputs, ones):
+            tile(sums, x, width, 1, panel, inputs, ones)
 
         return one
     fewer = _tiles(rows - 1)
 
     @_compiled
-    def some(count, scratch, x, width, panel):
+    def some(count, sums, x, width, panel, inputs, ones):
         if count == rows:
-            tile(scratch, x, width, 1, panel, width, 0)
+            tile(sums, x, width, 1, panel, inputs, ones)
         else:
-            fewer(count, scratch, x, width, panel)
+            fewer(count, sums, x, width, panel, inputs, ones)
 
     return some
 
@@ -94,20 +100,35 @@ def multiply_panel(argument, item, thread):
     weight = job.panels + 4 * panel * job.width * PANEL
     column = panel * PANEL
     valid = min(PANEL, job.columns - column)
+    ones = scratch + 4 * _ROWS * PANEL
+    for at in range(0, PANEL, LANES):
+        store(ones, at, splat(np.float32(1)))
+    for at in range(0, (stop - first) * PANEL, LANES):
+        store(scratch, at, splat(np.float32(0)))
     # Tiles of about equal size: few rows in a tile leave the arithmetic units waiting.
     blocks = -(-(stop - first) // _TILE)
-    for block in range(blocks):
-        row = first + (stop - first) * block // blocks
-        count = first + (stop - first) * (block + 1) // blocks - row
-        _product(count, scratch, job.x + 4 * row * job.width, job.width, weight)
-        for i in range(count):
-            at = (row + i) * job.columns + column
-            if valid == PANEL:
-                store(job.out, at, load(scratch, i * PANEL))
-                store(job.out, at + LANES, load(scratch, i * PANEL + LANES))
-            else:
-                for j in range(valid):
-                    put(job.out, at + j, get(scratch, i * PANEL + j))
+    for begin in range(0, job.width, _CHUNK):
+        inputs = min(_CHUNK, job.width - begin)
+        for block in range(blocks):
+            row = (stop - first) * block // blocks
+            count = (stop - first) * (block + 1) // blocks - row
+            _product(
+                count,
+                scratch + 4 * row * PANEL,
+                job.x + 4 * ((first + row) * job.width + begin),
+                job.width,
+                weight + 4 * begin * PANEL,
+                inputs,
+                ones,
+            )
+    for row in range(stop - first):
+        at = (first + row) * job.columns + column
+        if valid == PANEL:
+            store(job.out, at, load(scratch, row * PANEL))
+            store(job.out, at + LANES, load(scratch, row * PANEL + LANES))
+        else:
+            for j in range(valid):
+                put(job.out, at + j, get(scratch, row * PANEL + j))
 
 
 class PanelLinear(WeightCopy):
