@@ -226,6 +226,9 @@ class AspireWorker(PlainPhases, BaseSpecWorker):
         restore_penalties(batch.reqs, batch.sampling_info)
         result = self.target_worker.forward_batch_generation(batch)
         result.next_token_ids = self.ranks.first(result.next_token_ids)
+        if self.plain is not None and not batch.enable_overlap:
+            # A phase that this batch joins finds tokens where overlap scheduling leaves them.
+            self.relay.output_tokens_buf[batch.req_pool_indices] = result.next_token_ids.long()
         result.new_seq_lens = batch.seq_lens.clone()
         result.next_draft_input = NextStepInput(bonus_tokens=result.next_token_ids)
         result.speculative_num_draft_tokens = self.speculative_num_draft_tokens
