@@ -14,12 +14,14 @@ from aspire_sglang.runtime.combinations import (
     REQUESTS,
     Combination,
     Refused,
+    RequestFeature,
     Untested,
     Verdict,
     Works,
 )
 from aspire_sglang.runtime.model_limits import MODEL_LIMITS, ModelLimit
-from aspire_sglang.runtime.requests import UNSUPPORTED_FIELDS, refused_sampling_and_fields
+from aspire_sglang.runtime.plain_requests import FIELDS, SAMPLING
+from aspire_sglang.runtime.requests import REFUSED_ON_GPU, UNSUPPORTED_FIELDS
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "combinations.md"
 
@@ -34,7 +36,16 @@ and a test keeps the list complete."""
 
 DENSE = "tests/server/test_exactness.py::test_greedy_40_prompts"
 GPU_DENSE = "tests/gpu/test_engine.py::test_stock_finds_every_text_greedy"
-GPU_SAMPLING = "tests/gpu/test_engine.py::test_samples_follow_the_target"
+
+PLAIN = """\
+"Plain steps": on a GPU such a request decodes as without speculation. While one runs, nobody in
+its batch drafts; when it has left, the others speculate again. `meta_info["aspire"]["reason"]`
+names the parameter, and `plain_steps_for_parameters` in `/server_info` counts the steps. What
+SGLang's own decoding does, such a request gets as well: with overlap scheduling penalties see a
+text one token late, after a retraction they count afresh, and hidden states and custom
+processors need their flags. A `sampling_seed` of a sampled request is refused on a GPU: SGLang
+itself ignores it there unless the whole server runs with `--enable-deterministic-inference`,
+which is refused."""
 
 
 def document() -> str:
@@ -44,6 +55,7 @@ def document() -> str:
         parts += [f"## {area}", _table(("feature", "flags", "CPU", "GPU"), map(_flag_row, rows))]
     parts += ["## Models", _table(("model", "CPU", "GPU"), _model_rows())]
     parts += ["## Requests", _table(("feature", "parameters", "CPU", "GPU"), _request_rows())]
+    parts += [PLAIN]
     return "\n\n".join(parts) + "\n"
 
 
@@ -83,13 +95,19 @@ def _limit(limit: ModelLimit, refused: bool) -> str:
 
 
 def _request_rows() -> Iterable[Sequence[str]]:
-    refused_on_gpu = refused_sampling_and_fields()
     for row in REQUESTS:
-        on_gpu = "refused" if set(row.names) & refused_on_gpu else "not tested"
-        if "temperature" in row.names:
-            on_gpu = f"works (`{GPU_SAMPLING}`)"
-        yield row.feature, _code(row.names), f"works (`{row.test}`)", on_gpu
+        yield row.feature, _code(row.names), f"works (`{row.test}`)", _on_gpu(row)
     yield "what speculation cannot give", _code(UNSUPPORTED_FIELDS), "refused", "refused"
+
+
+def _on_gpu(row: RequestFeature) -> str:
+    names = set(row.names)
+    if names & set(REFUSED_ON_GPU):
+        return "refused"
+    if row.gpu_test is None:
+        return "not tested"
+    how = "plain steps" if names & {*SAMPLING, *FIELDS} else "works"
+    return f"{how} (`{row.gpu_test}`)"
 
 
 def _code(names: Iterable[str]) -> str:

@@ -51,6 +51,51 @@ async def many(engine: Any, requests: list[dict[str, Any]], together: int) -> li
     return await asyncio.gather(*(one(**request) for request in requests))
 
 
+async def beside(
+    engine: Any, prompts: list[list[int]], params: dict[str, Any], asked: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Requests ``asked``, arguments of ``generate``, one after another while ``prompts`` decode.
+
+    Returns:
+        ``answers`` to them, ``others`` to the prompts, how many of those were ``running`` when each
+        request came, and ASPIRE's ``counters`` when the last request had left and at the end.
+    """
+
+    async def counters() -> dict[str, Any]:
+        states = await engine.tokenizer_manager.get_internal_state()
+        found: dict[str, Any] = states[0]["aspire"]
+        return {key: value for key, value in found.items() if isinstance(value, int)}
+
+    before = await counters()
+    work = [
+        asyncio.create_task(engine.async_generate(input_ids=ids, sampling_params=params))
+        for ids in prompts
+    ]
+    deadline = time.perf_counter() + 60
+    # Prefills are over when all draft.
+    while (await counters()).get("draft_rows", 0) < before.get("draft_rows", 0) + 4 * len(prompts):
+        if time.perf_counter() > deadline:
+            raise TimeoutError("nobody drafts")
+        await asyncio.sleep(0.01)
+    answers, running = [], []
+    for request in asked:
+        running.append(sum(not task.done() for task in work))
+        answers.append(await engine.async_generate(**request))
+    left = await counters()
+    others = await asyncio.gather(*work)
+    end = await counters()
+    return {"answers": answers, "others": others, "running": running, "counters": [left, end]}
+
+
+async def refusal(engine: Any, **request: Any) -> str:
+    """What a request is refused with, "" if it is answered."""
+    try:
+        await engine.async_generate(**request)
+    except ValueError as fault:
+        return str(fault)
+    return ""
+
+
 async def profiled(
     engine: Any,
     prompts: list[list[int]],
@@ -78,7 +123,9 @@ async def profiled(
 
 TASKS: dict[str, Callable[..., Awaitable[Any]]] = {
     "arrivals": arrivals,
+    "beside": beside,
     "many": many,
     "profiled": profiled,
+    "refusal": refusal,
 }
 """By what an engine process is asked for."""

@@ -40,6 +40,9 @@ LARGE_SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 20, 22, 24]
 SMALL = {"max_running_requests": 16, "max_total_tokens": 130_000}
 CHECKED = {"max_running_requests": 64, "max_total_tokens": 260_000}
 CHECK = {"ASPIRE_CHECK_RANKS": "1"}
+# What stock wants to be told before it honours some parameters of requests.
+ASKED = {"enable_return_hidden_states": True, "enable_custom_logit_processor": True}
+FEW_SIZES = [1, 2, 3, 4, 6, 8, 10, 12, 14, 16]
 EAGER = {"disable_cuda_graph": True, "disable_overlap_schedule": True}
 STAGGERED = "{scheduler: {policy: staggered, gamma: 6}}"
 COVERED = "{context: {ratio: 1.0}, scheduler: {policy: staggered, gamma: 6}}"
@@ -74,6 +77,17 @@ VARIANTS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
     "broken": ({**ASPIRE, **SMALL}, TINY, {"PROBE_BREAK": "1"}),
     "stock_whole": ({**STOCK, **SMALL}, "", {"PROBE_SPLITS": "1"}),
     "whole": ({**ASPIRE, **SMALL}, STAGGERED, {"PROBE_SPLITS": "1"}),
+    # Requests with parameters of their own.
+    "parameters": (
+        {**ASPIRE, **SMALL, **ASKED, "cuda_graph_bs_decode": FEW_SIZES},
+        STAGGERED,
+        {},
+    ),
+    "stock_parameters": (
+        {**STOCK, **SMALL, **ASKED, "cuda_graph_bs_decode": FEW_SIZES},
+        "",
+        ONLY_PROBE,
+    ),
     # float16 rounds logits eight times finer than bfloat16: distributions can be told apart.
     "half": ({**ASPIRE, **SMALL, "dtype": "float16"}, STAGGERED, {}),
     "half_tiny": ({**ASPIRE, **SMALL, "dtype": "float16"}, TINY, {}),

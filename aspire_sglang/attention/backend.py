@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend as registry
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -29,6 +30,7 @@ class AspireAttentionBackend(AttentionBackend):
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         from aspire_sglang.attention.cpu_mixed import CpuMixedAttention
+        from aspire_sglang.cpu_platform.kv_pool import HeadMajorKVPool
 
         _refuse_unsupported(model_runner)
         self._runner = model_runner
@@ -41,6 +43,8 @@ class AspireAttentionBackend(AttentionBackend):
             pool=self._pool,
             ranks=Ranks.of_model(),
         )
+        keys = self._pool.get_key_buffer(self._pool.start_layer)
+        self._head_major = isinstance(self._pool, HeadMajorKVPool) and keys.dtype == torch.float32
         if is_aspire(model_runner.server_args):
             self.configure_context(load_config().context)
 
@@ -78,6 +82,36 @@ class AspireAttentionBackend(AttentionBackend):
         return out.view(q.shape[0], -1)
 
     forward_decode = forward_extend
+
+    def computes_layers(self, forward_batch: Any) -> bool:
+        """Whether a kernel of whole layers can compute this forward's attention and store its KV:
+        a float32 pool of whole heads."""
+        return self._head_major and not forward_batch.forward_mode.is_idle()
+
+    @property
+    def phases(self) -> tuple[Any, ...]:
+        """Attention as phases of a program; their argument is the layer's ``JOB``."""
+        return self._attention.phases
+
+    def prepare_layers(
+        self, jobs: np.ndarray, first: int, q: torch.Tensor, out: torch.Tensor
+    ) -> tuple[int, tuple[int, ...]]:
+        """Prepare the attention of consecutive layers for a program that computes whole layers.
+
+        Args:
+            jobs: ``JOB`` records of :mod:`aspire_sglang.attention.cpu_job`, one per layer, with
+                scales and caps; those of the layers prepared are written.
+            first: the first layer.
+            q, out: float32 ``[T, Hq, D]``, shared by the layers; written by the program.
+
+        Returns:
+            The layer behind the last one prepared, and the items of each phase.
+        """
+        return self._attention.prepare(jobs, first, q, out)
+
+    def finish_layer(self, layer: int) -> None:
+        """Do what comes after the attention of a layer, the last of those prepared: votes."""
+        self._attention.attended(layer)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1

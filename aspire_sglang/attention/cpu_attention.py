@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from aspire_sglang.attention import cpu_flash, cpu_votes
+from aspire_sglang.attention import cpu_votes
+from aspire_sglang.attention.cpu_flash import scratch_size
+from aspire_sglang.attention.cpu_job import BFLOAT16, FLOAT16, FLOAT32, JOB, write_scales
+from aspire_sglang.attention.cpu_kernel import attend_pieces, merge_pieces
 from aspire_sglang.attention.cpu_plan import Row, RowsPlan, plan_rows
-from aspire_sglang.attention.openmp import parallel_region, run_on_all_threads
+from aspire_sglang.attention.openmp import parallel_region
+from aspire_sglang.attention.program import Program
 from aspire_sglang.attention.simd import LANES
 
 _KV_TYPES = {
-    torch.float32: cpu_flash.FLOAT32,
-    torch.bfloat16: cpu_flash.BFLOAT16,
-    torch.float16: cpu_flash.FLOAT16,
+    torch.float32: FLOAT32,
+    torch.bfloat16: BFLOAT16,
+    torch.float16: FLOAT16,
 }
-_LOG2E = math.log2(math.e)
 
 
 class CpuAttention:
@@ -30,6 +31,10 @@ class CpuAttention:
         num_slots: slots of a KV pool.
         dim: width ``D`` of a head.
         dtype: of the pools, float32, bfloat16 or float16. Sums are float32 always.
+
+    Attributes:
+        phases: attention and merging, as phases of a program; their argument is a record that
+            :meth:`prepare` has filled in.
 
     Raises:
         ValueError: heads that do not divide, or a dtype or width that the kernel cannot read.
@@ -51,13 +56,17 @@ class CpuAttention:
         self._dtype = dtype
         self._scratch = torch.empty(0)
         self._partials = torch.empty(0)
-        self._counters = np.zeros(2, np.int64)
         self._lse = torch.empty(0)
-        self._job = job = np.zeros(1, cpu_flash.JOB)
-        job["counters"] = self._counters.ctypes.data
+        self._planned: RowsPlan | None = None
+        self._job = job = np.zeros(1, JOB)
         job["num_heads"], job["num_kv_heads"] = num_heads, num_kv_heads
         job["num_slots"], job["dim"] = num_slots, dim
         job["kv_type"] = _KV_TYPES[dtype]
+        attend = attend_pieces(num_heads // num_kv_heads, dim, _KV_TYPES[dtype])
+        self.phases = (attend, merge_pieces)
+        self._program = Program(*self.phases)
+        self._call = np.zeros(1, JOB)
+        self._program.argument[:] = self._call.ctypes.data
 
     def plan(self, rows: list[Row]) -> RowsPlan:
         """Plan a step; see :func:`aspire_sglang.attention.cpu_plan.plan_rows`."""
@@ -93,31 +102,65 @@ class CpuAttention:
         Raises:
             ValueError: shapes or dtypes that do not fit.
         """
-        self._check(q, k, v, plan, layer)
         out = torch.empty_like(q) if out is None else out
         if plan.tokens == 0:
             return out
         queries = q.float().contiguous()
         direct = out.dtype == torch.float32 and out.is_contiguous()
         target = out if direct else torch.empty_like(queries)
-        if self._lse.shape[0] < plan.tokens:
-            self._lse = torch.empty(plan.tokens, self._num_heads)
-        self._reserve(plan)
-        job = self._job
-        job["pieces"], job["num_pieces"] = plan.pieces.ctypes.data, len(plan.pieces)
-        job["merges"], job["num_merges"] = plan.merges.ctypes.data, len(plan.merges)
-        job["q"], job["out"] = queries.data_ptr(), target.data_ptr()
-        job["k"], job["v"] = k.data_ptr(), v.data_ptr()
-        job["lse"] = self._lse.data_ptr()
-        job["layer"] = layer
-        job["votes_width"] = plan.votes.shape[2]
-        job["scale"], job["cap"] = scale * _LOG2E, logit_cap * _LOG2E
-        self._run(cpu_flash.attend_pieces)
-        if len(plan.merges):
-            self._run(cpu_flash.merge_pieces)
+        self._check_pools(k, v)
+        write_scales(self._call, [scale], [logit_cap])
+        keys, values = np.array([k.data_ptr()]), np.array([v.data_ptr()])
+        items = self.prepare(self._call, keys, values, queries, target, plan, layer)
+        self._program.items[:] = items
+        self._program.run()
         if not direct:
             out.copy_(target)
         return out
+
+    def prepare(
+        self,
+        jobs: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        q: Tensor,
+        out: Tensor,
+        plan: RowsPlan,
+        first: int = 0,
+    ) -> tuple[int, int]:
+        """Fill in the records of consecutive layers, for a program that runs ``phases``.
+
+        Args:
+            jobs: ``JOB`` ``[layers]`` with scales and caps.
+            keys, values: int64 ``[layers]``: addresses of the layers' pools, see :meth:`attend`.
+            q, out: float32 ``[T, Hq, D]``, contiguous; ``q`` is written before the phases run.
+            plan: of all these layers; what its rows need must not change until the program ends.
+            first: the first layer.
+
+        Returns:
+            Items of the two phases.
+
+        Raises:
+            ValueError: shapes that do not fit.
+        """
+        self._check_queries(q, plan)
+        last = first + len(jobs) - 1
+        if not 0 <= first <= last < plan.layers:
+            raise ValueError(f"layer {last} of rows with slots for {plan.layers} layers")
+        if self._lse.shape[0] < plan.tokens:
+            self._lse = torch.empty(plan.tokens, self._num_heads)
+        if plan is not self._planned or self._scratch.shape[0] != torch.get_num_threads():
+            self._use(plan)
+            self._planned = plan
+        scale, cap = jobs["scale"].copy(), jobs["cap"].copy()
+        jobs[:] = self._job
+        jobs["scale"], jobs["cap"] = scale, cap
+        jobs["k"], jobs["v"] = keys, values
+        jobs["q"], jobs["out"] = q.data_ptr(), out.data_ptr()
+        jobs["lse"] = self._lse.data_ptr()
+        jobs["layer"] = np.arange(first, first + len(jobs))
+        kv_heads = self._pool_shape[0]
+        return len(plan.pieces) * kv_heads, len(plan.merges) * kv_heads
 
     def page_scores(self, plan: RowsPlan, page_size: int, reduction: str = "max") -> list[Tensor]:
         """Scores of the voting rows' pages, from the last :meth:`attend` of this plan.
@@ -146,13 +189,13 @@ class CpuAttention:
                 ballot["lse"][n] = self._lse[plan.starts[place] + voter].data_ptr()
                 vote += 1
         count = np.zeros(1, cpu_votes.COUNT)
-        count["next"] = self._counters.ctypes.data
-        count["ballots"], count["num_ballots"] = ballots.ctypes.data, len(ballots)
+        count["ballots"] = ballots.ctypes.data
         count["num_heads"], count["width"] = self._num_heads, plan.votes.shape[2]
         count["page_size"] = page_size
         count["reduction"] = cpu_votes.REDUCTIONS.index(reduction)
-        self._counters[:] = 0
-        run_on_all_threads(cpu_votes.score_pages.address, count.ctypes.data)
+        program = Program(cpu_votes.score_pages)
+        program.argument[0], program.items[0] = count.ctypes.data, len(ballots)
+        program.run()
         return scores
 
     def token_scores(self, plan: RowsPlan, reduction: str = "max") -> Tensor:
@@ -176,15 +219,14 @@ class CpuAttention:
                 vote += 1
         return scores
 
-    def _run(self, kernel: object) -> None:
-        self._counters[:] = 0
-        run_on_all_threads(kernel.address, self._job.ctypes.data)  # type: ignore[attr-defined]
-
-    def _reserve(self, plan: RowsPlan) -> None:
-        """Scratch memory and room for partial results, kept from call to call."""
+    def _use(self, plan: RowsPlan) -> None:
+        """The plan's part of the record; scratch memory is kept from call to call."""
         kv_heads, _, dim = self._pool_shape
         job, threads = self._job, torch.get_num_threads()
-        size = cpu_flash.scratch_size(dim, plan.blocks)
+        job["pieces"], job["num_pieces"] = plan.pieces.ctypes.data, len(plan.pieces)
+        job["merges"], job["num_merges"] = plan.merges.ctypes.data, len(plan.merges)
+        job["votes_width"] = plan.votes.shape[2]
+        size = scratch_size(dim, plan.blocks)
         if self._scratch.shape != (threads, max(size, self._scratch.shape[-1])):
             self._scratch = torch.empty(threads, size)
         job["scratch"], job["scratch_size"] = self._scratch.data_ptr(), self._scratch.shape[1]
@@ -194,16 +236,16 @@ class CpuAttention:
             self._partials = torch.empty(needed)
         job["partials"], job["partial_size"] = self._partials.data_ptr(), lanes * (dim + 2)
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, plan: RowsPlan, layer: int) -> None:
-        if not 0 <= layer < plan.layers:
-            raise ValueError(f"layer {layer} of rows with slots for {plan.layers} layers")
-        if k.shape != self._pool_shape or v.shape != k.shape:
-            shapes = f"{tuple(k.shape)} and {tuple(v.shape)}"
-            raise ValueError(f"pools {shapes}, planned for {self._pool_shape}")
-        if q.shape != (plan.tokens, self._num_heads, k.shape[2]):
+    def _check_queries(self, q: Tensor, plan: RowsPlan) -> None:
+        if q.shape != (plan.tokens, self._num_heads, self._pool_shape[2]):
             raise ValueError(
                 f"queries {tuple(q.shape)} for {plan.tokens} tokens and {self._num_heads} heads"
             )
+
+    def _check_pools(self, k: Tensor, v: Tensor) -> None:
+        if k.shape != self._pool_shape or v.shape != k.shape:
+            shapes = f"{tuple(k.shape)} and {tuple(v.shape)}"
+            raise ValueError(f"pools {shapes}, planned for {self._pool_shape}")
         if not (k.is_contiguous() and v.is_contiguous()):
             raise ValueError("the KV pool must be contiguous")
         if k.dtype != self._dtype or v.dtype != self._dtype:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import carray, cfunc, from_dtype, njit, types
+from numba import carray, njit
 from torch import Tensor
 
-from aspire_sglang.attention.openmp import run_on_all_threads
-from aspire_sglang.attention.simd import fetch_add, get_int32, put_int32, records
+from aspire_sglang.attention.program import Program, work
+from aspire_sglang.attention.simd import get_int32, put_int32, records
 from aspire_sglang.context.layer_lists import LayerLists
 
 #: A draft row.
@@ -32,9 +32,7 @@ READER = np.dtype(
 )
 CALL = np.dtype(
     [
-        ("next", np.int64),  # address of the counter shared by the threads
-        ("readers", np.int64),  # address of READER [num_readers]
-        ("num_readers", np.int64),
+        ("readers", np.int64),  # address of READER records
         ("num_layers", np.int64),
         ("own_width", np.int64),
         ("page_size", np.int64),
@@ -42,7 +40,7 @@ CALL = np.dtype(
         ("most_pages", np.int64),  # of any tail's beginning
     ]
 )
-_readers = records(READER)
+_readers, _calls = records(READER), records(CALL)
 _compiled = njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
@@ -89,19 +87,18 @@ def _write_slots(call, reader, layer, listed):
         at += 1
 
 
-@cfunc(types.void(types.CPointer(from_dtype(CALL))))
-def list_slots(pointer):
-    """A thread's share of a call; see :func:`aspire_sglang.attention.openmp.run_on_all_threads`."""
-    call = carray(pointer, 1)[0]
-    readers = carray(_readers(call.readers), call.num_readers)
+@work
+def list_slots(argument, item, thread):
+    """The work of a phase: the list of a row at a layer; its argument is the address of a ``CALL``.
+
+    Items are rows by layers.
+    """
+    call = carray(_calls(argument), 1)[0]
+    reader = carray(_readers(call.readers), item + 1)[item // call.num_layers]
+    layer = item % call.num_layers
     listed = np.empty(call.most_pages, dtype=np.uint8)
-    while True:
-        item = fetch_add(call.next, 1)
-        if item >= call.num_readers * call.num_layers:
-            break
-        reader, layer = readers[item // call.num_layers], item % call.num_layers
-        _list_head(call, reader, layer, listed)
-        _write_slots(call, reader, layer, listed)
+    _list_head(call, reader, layer, listed)
+    _write_slots(call, reader, layer, listed)
 
 
 def draft_slots(
@@ -147,12 +144,12 @@ def draft_slots(
             result[-1].data_ptr(),
             length,
         )
-    counter = np.zeros(1, np.int64)
     call = np.zeros(1, CALL)
-    call["next"] = counter.ctypes.data
-    call["readers"], call["num_readers"] = readers.ctypes.data, len(readers)
+    call["readers"] = readers.ctypes.data
     call["num_layers"], call["own_width"] = lists.num_layers, lists.own.shape[-1]
     call["page_size"], call["sink_pages"] = size, lists.config.sink_pages
     call["most_pages"] = max(tails, default=0)
-    run_on_all_threads(list_slots.address, call.ctypes.data)
+    program = Program(list_slots)
+    program.argument[0], program.items[0] = call.ctypes.data, len(readers) * lists.num_layers
+    program.run()
     return result

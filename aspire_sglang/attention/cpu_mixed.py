@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,6 +44,7 @@ class CpuMixedAttention:
         self._ranks = ranks or Ranks()
         self._num_heads = num_heads * self._ranks.size
         self.context: SparseContext | None = None
+        self._pools: tuple[np.ndarray, np.ndarray] | None = None
         keys, _ = pool.head_major(pool.start_layer)
         kv_heads, num_slots, dim = keys.shape
         self._attention = CpuAttention(num_heads, kv_heads, num_slots, dim, keys.dtype)
@@ -69,10 +71,58 @@ class CpuMixedAttention:
         """
         number = layer.layer_id
         k, v = self._pool.head_major(number)
-        voters = self._voters(number)
-        plan = self._plan_of(number, voters)
+        plan = self._plan_of(number, self._voters(number))
         self._attention.attend(q, k, v, plan, layer.scaling, out, layer.logit_cap, number)
+        self.attended(number)
+
+    @property
+    def phases(self) -> tuple[Any, ...]:
+        """Attention as phases of a program."""
+        return self._attention.phases
+
+    def prepare(
+        self, jobs: np.ndarray, first: int, q: Tensor, out: Tensor
+    ) -> tuple[int, tuple[int, ...]]:
+        """Prepare consecutive layers for a program that computes whole layers: as many as read
+        alike and need no vote between them.
+
+        Args:
+            jobs: ``JOB`` records, one per layer, with scales and caps; those of the layers
+                prepared are written.
+            first: the first layer.
+            q, out: as of :meth:`attend`, float32; shared by the layers.
+
+        Returns:
+            The layer behind the last one prepared, and the items of each phase.
+        """
+        voters = self._voters(first)
+        plan = self._plan_of(first, voters)
+        stop = first + 1
+        while stop < len(jobs) and not voters:
+            voters = self._voters(stop)
+            if voters or self._plan_of(stop, voters) is not plan:
+                break
+            stop += 1
+        keys, values = self._addresses(first)
+        part = slice(first, stop)
+        items = self._attention.prepare(jobs[part], keys[part], values[part], q, out, plan, first)
+        return stop, items
+
+    def _addresses(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Addresses of all layers' keys and values; ``layer`` tells whether they have moved."""
+        keys, _ = self._pool.head_major(layer)
+        if self._pools is None or self._pools[0][layer] != keys.data_ptr():
+            pools = [self._pool.head_major(number) for number in range(self._pool.layer_num)]
+            at = [[tensor.data_ptr() for tensor in pool] for pool in pools]
+            keys_at, values_at = np.array(at).T
+            self._pools = keys_at, values_at
+        return self._pools
+
+    def attended(self, number: int) -> None:
+        """Let rows vote, once the attention of layer ``number`` has been computed."""
+        voters = self._voters(number)
         if voters:
+            plan = self._plan_of(number, voters)
             if self.context is not None and not self.context.refresh.same_step:
                 # Layers above go on with the old list.
                 self._plan_of(number + 1, self._voters(number + 1))

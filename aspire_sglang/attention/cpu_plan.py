@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aspire_sglang.attention.cpu_flash import KEYS, MERGE, PIECE, WIDTH
+from aspire_sglang.attention.cpu_flash import KEYS, WIDTH
+from aspire_sglang.attention.cpu_job import MERGE, PIECE
 from aspire_sglang.attention.simd import HIDDEN
 
 #: Query blocks of a piece: so often a block of keys is used once it has been read.

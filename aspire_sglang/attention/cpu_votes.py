@@ -7,13 +7,13 @@ voting queries of a row; a page's score is the sum over its tokens.
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, cfunc, from_dtype, njit, types
+from numba import carray, njit
 
+from aspire_sglang.attention.program import work
 from aspire_sglang.attention.simd import (
     LANES,
     add,
     exp2,
-    fetch_add,
     get,
     load,
     maximum,
@@ -42,16 +42,14 @@ BALLOT = np.dtype(
 )
 COUNT = np.dtype(
     [
-        ("next", np.int64),  # address of the counter shared by the threads
-        ("ballots", np.int64),  # address of BALLOT [num_ballots]
-        ("num_ballots", np.int64),
+        ("ballots", np.int64),  # address of BALLOT records
         ("num_heads", np.int64),
         ("width", np.int64),
         ("page_size", np.int64),
         ("reduction", np.int64),
     ]
 )
-_ballots = records(BALLOT)
+_ballots, _counts = records(BALLOT), records(COUNT)
 _compiled = njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
@@ -86,14 +84,9 @@ def _score_pages(count, ballot, scratch):
             put(ballot.pages, page, get(ballot.pages, page) + get(scratch, at))
 
 
-@cfunc(types.void(types.CPointer(from_dtype(COUNT))))
-def score_pages(pointer):
-    """A thread's share of a call; see :func:`aspire_sglang.attention.openmp.run_on_all_threads`."""
-    count = carray(pointer, 1)[0]
-    ballots = carray(_ballots(count.ballots), count.num_ballots)
+@work
+def score_pages(argument, item, thread):
+    """The work of a phase: a row's page scores; its argument is the address of a ``COUNT``."""
+    count = carray(_counts(argument), 1)[0]
     scratch = np.empty(_BLOCK, dtype=np.float32)
-    while True:
-        item = fetch_add(count.next, 1)
-        if item >= count.num_ballots:
-            break
-        _score_pages(count, ballots[item], scratch.ctypes.data)
+    _score_pages(count, carray(_ballots(count.ballots), item + 1)[item], scratch.ctypes.data)

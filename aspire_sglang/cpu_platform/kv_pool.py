@@ -11,6 +11,8 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.runtime_context import get_server_args
 
+from aspire_sglang.cpu_platform import huge_pages
+
 
 class HeadMajorKVPool(MHATokenToKVPool):
     """``k_buffer[l]``/``v_buffer[l]``: ``[slots, heads, dim]`` views of ``[heads, slots, dim]``."""
@@ -21,7 +23,7 @@ class HeadMajorKVPool(MHATokenToKVPool):
         def buffers(dim: int) -> list[torch.Tensor]:
             shape = (self.head_num, slots, dim)
             return [
-                torch.zeros(shape, dtype=self.store_dtype, device=self.device).transpose(0, 1)
+                huge_pages.zeros(shape, self.store_dtype).transpose(0, 1)
                 for _ in range(self.layer_num)
             ]
 

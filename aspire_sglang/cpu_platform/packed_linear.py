@@ -23,6 +23,11 @@ Packed = OneDnnLinear | PanelLinear
 _NAMES: dict[type[Packed], str] = {OneDnnLinear: "oneDNN", PanelLinear: "panels"}
 
 
+# Eight rows of SmolLM2-135M on two cores without AVX-512: linears take 35 ms of a step, and a
+# program of all layers saves 50 ms between operators.
+_STACK_GAIN = 1.5
+
+
 def layouts(dtype: torch.dtype) -> list[type[Packed]]:
     """The layouts that this machine has for weights of ``dtype``."""
     return [layout for layout in _NAMES if layout.supports(dtype)]
@@ -175,11 +180,23 @@ class PackingReport:
     plain_us: float
     packed_us: dict[type[Packed], float]
 
-    @property
-    def choice(self) -> type[Packed] | None:
-        """The fastest layout, None if it is not a tenth faster: less is not worth the memory."""
-        best = min(self.packed_us, key=lambda layout: self.packed_us[layout], default=None)
-        return best if best is not None and self.packed_us[best] < 0.9 * self.plain_us else None
+    def choice(self, *, stack: bool = False) -> type[Packed] | None:
+        """The layout to use, None for plain weights.
+
+        It is the fastest, if it is a tenth faster than plain weights: less is not worth the memory.
+
+        Args:
+            stack: with weights in panels all layers can be one program (:mod:`.decoder_stack`),
+                which saves more than panels of two thirds of the fastest speed lose.
+        """
+        best = min((None, *self.packed_us), key=self._time)
+        panels = PanelLinear if PanelLinear in self.packed_us else None
+        if stack and panels and self._time(panels) < _STACK_GAIN * self._time(best):
+            return panels
+        return best
+
+    def _time(self, layout: type[Packed] | None) -> float:
+        return 0.9 * self.plain_us if layout is None else self.packed_us[layout]
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

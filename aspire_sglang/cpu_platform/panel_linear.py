@@ -16,11 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, from_dtype, njit, types
+from numba import carray, njit
 from torch import Tensor
 
-from aspire_sglang.attention.openmp import parallel_region, run_on_all_threads
-from aspire_sglang.attention.simd import LANES, fetch_add, get, load, product_tile, put, store
+from aspire_sglang.attention.openmp import parallel_region
+from aspire_sglang.attention.program import Program, work
+from aspire_sglang.attention.simd import LANES, get, load, put, records, store
+from aspire_sglang.attention.tiles import product_tile
+from aspire_sglang.cpu_platform import huge_pages
 from aspire_sglang.cpu_platform.weight_copy import WeightCopy
 
 #: Output columns of a panel: two vectors.
@@ -29,21 +32,23 @@ PANEL = 2 * LANES
 _TILE = 8 if LANES == 16 else 6
 # Rows that pass over a panel before the next panel's turn; their inputs stay in the second cache.
 _ROWS = 16 * _TILE
+#: float32 values of scratch memory per thread.
+SCRATCH = _TILE * PANEL
 
 #: One call of the kernel.
 JOB = np.dtype(
     [
-        ("next", np.int64),  # address of two counters, shared by the threads
         ("x", np.int64),  # float32 [rows, width]
         ("out", np.int64),  # float32 [rows, columns]
         ("panels", np.int64),  # float32 [ceil(columns / PANEL), width, PANEL]
         ("rows", np.int64),
         ("width", np.int64),
         ("columns", np.int64),
-        ("scratch", np.int64),  # float32 [threads, _TILE, PANEL]
+        ("scratch", np.int64),  # float32 [threads, SCRATCH]
     ]
 )
 
+_jobs = records(JOB)
 _compiled = njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
@@ -72,9 +77,20 @@ def _tiles(rows: int) -> Any:
 _product = _tiles(_TILE)
 
 
-@_compiled
-def _multiply(job, first, stop, panel, scratch):
-    """Rows ``first .. stop`` by one panel."""
+def num_items(columns: int, rows: int) -> int:
+    """Items of a phase of :func:`multiply_panel`."""
+    return -(-columns // PANEL) * -(-rows // _ROWS)
+
+
+@work
+def multiply_panel(argument, item, thread):
+    """The work of a phase: some rows by one panel; its argument is the address of a ``JOB``."""
+    job = carray(_jobs(argument), 1)[0]
+    scratch = job.scratch + 4 * thread * SCRATCH
+    panels = -(-job.columns // PANEL)
+    first = item // panels * _ROWS
+    stop = min(first + _ROWS, job.rows)
+    panel = item % panels
     weight = job.panels + 4 * panel * job.width * PANEL
     column = panel * PANEL
     valid = min(PANEL, job.columns - column)
@@ -92,22 +108,6 @@ def _multiply(job, first, stop, panel, scratch):
             else:
                 for j in range(valid):
                     put(job.out, at + j, get(scratch, i * PANEL + j))
-
-
-@cfunc(types.void(types.CPointer(from_dtype(JOB))))
-def multiply_panels(pointer):
-    """A thread's share of a call; see :func:`aspire_sglang.attention.openmp.run_on_all_threads`."""
-    job = carray(pointer, 1)[0]
-    thread = fetch_add(job.next + 8, 1)
-    scratch = job.scratch + 4 * thread * _TILE * PANEL
-    panels = -(-job.columns // PANEL)
-    blocks = -(-job.rows // _ROWS)
-    while True:
-        item = fetch_add(job.next, 1)
-        if item >= panels * blocks:
-            break
-        first = item // panels * _ROWS
-        _multiply(job, first, min(first + _ROWS, job.rows), item % panels, scratch)
 
 
 class PanelLinear(WeightCopy):
@@ -133,14 +133,23 @@ class PanelLinear(WeightCopy):
         columns, width = weight.shape
         super().__init__(weight)
         count = -(-columns // PANEL)
-        padded = torch.zeros(count * PANEL, width)
-        padded[:columns] = weight.detach()
-        self._panels = padded.view(count, PANEL, width).transpose(1, 2).contiguous()
-        self._counters = np.zeros(2, np.int64)
+        self._panels = huge_pages.zeros((count, width, PANEL), torch.float32)
+        whole, rest = divmod(columns, PANEL)
+        weight = weight.detach()
+        by_panel = weight[: whole * PANEL].reshape(whole, PANEL, width)
+        self._panels[:whole] = by_panel.transpose(1, 2)
+        if rest:
+            self._panels[whole, :, :rest] = weight[whole * PANEL :].T
         self._scratch = torch.empty(0)
         self._job = job = np.zeros(1, JOB)
-        job["next"], job["panels"] = self._counters.ctypes.data, self._panels.data_ptr()
-        job["columns"], job["width"] = columns, width
+        self.write_job(job)
+        self._program = Program(multiply_panel)
+        self._program.argument[0] = job.ctypes.data
+
+    def write_job(self, job: np.ndarray) -> None:
+        """Write the weight's part of a ``JOB`` record."""
+        job["panels"] = self._panels.data_ptr()
+        job["columns"], job["width"] = self.shape
 
     @staticmethod
     def supports(dtype: torch.dtype) -> bool:
@@ -167,10 +176,10 @@ class PanelLinear(WeightCopy):
         rows = x.reshape(-1, self.shape[1]).contiguous()
         threads = torch.get_num_threads()
         if self._scratch.shape[0] != threads:
-            self._scratch = torch.empty(threads, _TILE * PANEL)
+            self._scratch = torch.empty(threads, SCRATCH)
         job = self._job
         job["x"], job["out"], job["rows"] = rows.data_ptr(), out.data_ptr(), rows.shape[0]
         job["scratch"] = self._scratch.data_ptr()
-        self._counters[:] = 0
-        run_on_all_threads(multiply_panels.address, job.ctypes.data)
+        self._program.items[0] = num_items(self.shape[0], rows.shape[0])
+        self._program.run()
         return out if bias is None else out.add_(bias)

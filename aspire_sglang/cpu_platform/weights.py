@@ -13,11 +13,14 @@ logger = logging.getLogger(__name__)
 
 def pack_loaded_model(result: None, runner: Any) -> None:
     """AFTER ``ModelRunner.load_model``: pack the linears where a measurement says it pays."""
+    from aspire_sglang.cpu_platform.decoder_stack import compile_stack, stack_of
     from aspire_sglang.cpu_platform.packed_linear import measure_packing, pack_model
 
     report = measure_packing(runner.dtype)
-    layers = pack_model(runner.model, report.choice) if report.choice else 0
+    layout = report.choice(stack=bool(stack_of(runner.model)))
+    layers = pack_model(runner.model, layout) if layout else 0
     logger.info("aspire-cpu: packed %d linear layers (%s)", layers, report)
+    logger.info("aspire-cpu: %d decoder layers in one program", compile_stack(runner.model))
 
 
 def repack_updated_model(result: Any, updater: Any, *_: Any, **__: Any) -> None:

@@ -276,7 +276,7 @@ FLAGS = (
         "hidden states",
         "enable_return_hidden_states return_hidden_states_mode",
         Works("tests/server/test_logprobs.py::test_hidden_states_equal_plain_decodings"),
-        Refused("hidden states are not supported on GPUs"),
+        Works("tests/gpu/test_parameters.py::test_hidden_states_are_those_of_stock"),
     ),
     _serving.refused(
         "routed experts, indexer top-k",
@@ -318,15 +318,22 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class RequestFeature:
-    """Parameters of a request that a CPU honours, and the test that proves it."""
+    """Parameters of a request that a CPU honours, and the test that proves it.
+
+    Attributes:
+        gpu_test: proves the same of a GPU. Whether it takes plain steps there is told by
+            :mod:`aspire_sglang.runtime.plain_requests`.
+    """
 
     feature: str
     names: tuple[str, ...]
     test: str
+    gpu_test: str | None = None
 
 
-def _request(feature: str, names: str, test: str) -> RequestFeature:
-    return RequestFeature(feature, tuple(names.split()), f"tests/server/test_{test}")
+def _request(feature: str, names: str, test: str, gpu_test: str | None = None) -> RequestFeature:
+    on_gpu = gpu_test and f"tests/gpu/test_{gpu_test}"
+    return RequestFeature(feature, tuple(names.split()), f"tests/server/test_{test}", on_gpu)
 
 
 REQUESTS = (
@@ -334,33 +341,44 @@ REQUESTS = (
         "temperature, top-k, top-p, min-p",
         "temperature top_k top_p min_p",
         "sampling.py::test_second_and_third_token",
+        "engine.py::test_samples_follow_the_target",
     ),
     _request(
         "penalties and bias",
         "frequency_penalty presence_penalty repetition_penalty logit_bias",
         "penalties.py::test_penalised_texts_are_plain_decodings_in_one_batch_with_others",
+        "parameters.py::test_texts_are_those_of_stock",
     ),
-    _request("least length", "min_new_tokens", "penalties.py::test_min_new_tokens_counts_tokens"),
+    _request(
+        "least length",
+        "min_new_tokens",
+        "penalties.py::test_min_new_tokens_counts_tokens",
+        "parameters.py::test_texts_are_those_of_stock",
+    ),
     _request("seeds", "sampling_seed", "seeds.py::test_batch_of_seeds_equals_plain_decoding"),
     _request(
         "structured output",
         "json_schema regex ebnf structural_tag",
         "grammar.py::test_structured_texts_are_plain_decodings_in_one_batch_with_others",
+        "parameters.py::test_texts_are_those_of_stock",
     ),
     _request(
         "custom logit processors",
         "custom_logit_processor",
         "penalties.py::test_penalised_texts_are_plain_decodings_in_one_batch_with_others",
+        "parameters.py::test_texts_are_those_of_stock",
     ),
     _request(
         "log-probabilities",
         "return_logprob logprob_start_len top_logprobs_num token_ids_logprob",
         "logprobs.py::test_decode_equals_rescore_in_a_mixed_batch",
+        "parameters.py::test_logprobs_are_those_of_stock",
     ),
     _request(
         "hidden states",
         "return_hidden_states",
         "logprobs.py::test_hidden_states_equal_plain_decodings",
+        "parameters.py::test_hidden_states_are_those_of_stock",
     ),
     _request("copies", "n", "lifecycle.py::test_copies_in_a_batch"),
     _request("stop conditions", "stop stop_regex stop_token_ids", "stopping.py::test_stop_string"),

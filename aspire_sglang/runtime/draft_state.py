@@ -29,7 +29,8 @@ class SlotState:
     draft, what its judge keeps of it. ``sampled``: which judge, see ``DraftState.judges``.
     ``run``: drafts decided on for this run, None before. ``rest``: verifies for which plain
     decoding is decided on. ``most``: of the GPU's worker, limits of the request that never change.
-    ``length``: draft length by the feedback rule.
+    ``length``: draft length by the feedback rule. ``plain_only``: whether the request's parameters
+    need plain steps, None before they were looked at.
     """
 
     generation: int
@@ -45,6 +46,20 @@ class SlotState:
     probs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     confidence: list[Any] = field(default_factory=list)
     sampled: bool = False
+    plain_only: bool | None = None
+
+    def drop(self) -> int:
+        """Forget the pending drafts, as nobody will verify them.
+
+        Returns:
+            How many there were.
+        """
+        dropped, self.pending = self.pending, 0
+        self.age = 0
+        self.run = None
+        self.probs.clear()
+        self.confidence.clear()
+        return dropped
 
     def begin_settling(self) -> None:
         """All pending drafts are being verified; the outcome is not known yet."""

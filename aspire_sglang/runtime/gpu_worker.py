@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class GpuWorker(AspireWorker):
     """
 
     plain_phases = True
+    plain_for_parameters = True
 
     def __init__(self, *, server_args: Any, target_worker: Any, **kwargs: Any) -> None:
         super().__init__(server_args=server_args, target_worker=target_worker, **kwargs)
@@ -127,18 +129,18 @@ class GpuWorker(AspireWorker):
     def resumed_input(self, batch: Any, relay: Any) -> None:
         return None
 
-    def plain_steps(self, batch: Any) -> tuple[int, Running]:
-        running = self.running(batch)
+    def _chosen_plain_steps(self, batch: Any, running: Running) -> int:
         self._asked = (batch.reqs, running)
         graphs = self._plain_graphs
         if graphs is None or graphs.places(len(batch.reqs)) is None:
-            return 0, running
-        return self.modes.plain_steps(*running), running
+            return 0
+        return self.modes.plain_steps(*running)
 
     def _plain_forward(self, batch: Any) -> GenerationBatchResult:
-        assert self._plain_graphs is not None
         self._in_row = 0
-        with self._plain_graphs.in_use():
+        graphs = self._plain_graphs
+        # Without graphs, or a batch that they do not hold, steps that requests ask for run eagerly.
+        with graphs.in_use() if graphs else nullcontext():
             return super()._plain_forward(batch)
 
     def _prefill(self, batch: Any) -> GenerationBatchResult:

@@ -8,7 +8,9 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
+from aspire_sglang import cpu_platform
 from aspire_sglang.runtime.arguments import is_aspire
+from aspire_sglang.runtime.plain_requests import plain_parameters
 from aspire_sglang.runtime.requests import effective_sampling
 from aspire_sglang.runtime.switch import draft_limit
 
@@ -24,6 +26,22 @@ def draft_summary(draft_lengths: list[int]) -> dict[str, Any]:
         "verify_steps": sum(draft_lengths),
         "draft_lengths": {str(n): count for n, count in enumerate(draft_lengths) if count},
     }
+
+
+def speculation_of(sampling: dict[str, Any], request: Any, on_cpu: bool) -> tuple[str, str | None]:
+    """Whether a request was speculated, and if not, why.
+
+    Args:
+        sampling: its sampling parameters.
+        request: SGLang's ``GenerateReqInput``.
+        on_cpu: whether this package's CPU platform runs the model.
+    """
+    if draft_limit(sampling.get("custom_params")) == 0:
+        return "off by request", "custom_params.aspire allows no drafts"
+    names = [] if on_cpu else plain_parameters(sampling.get, request)
+    if names:
+        return "off by parameter", f"a GPU honours {', '.join(names)} in plain steps only"
+    return "on", None
 
 
 def describe_request(
@@ -45,11 +63,12 @@ def describe_request(
     summary = draft_summary(histograms[i] if histograms else [])
     request = manager.rid_to_state[recv_obj.rids[i]].obj
     sampling = effective_sampling(request, manager.preferred_sampling_params)
-    own = draft_limit(sampling.get("custom_params"))
+    speculation, reason = speculation_of(sampling, request, cpu_platform.is_active())
     meta_info["aspire"] = {
-        "speculation": "off by request" if own == 0 else "on",
+        "speculation": speculation,
+        "reason": reason,
         "speculated": summary["draft_steps"] > 0,
-        "request_gamma_max": own,
+        "request_gamma_max": draft_limit(sampling.get("custom_params")),
         **summary,
     }
     if summary["verify_steps"]:

@@ -94,11 +94,16 @@ def _report_listed(
 def move_logprobs(
     original: Callable[..., None], processor: Any, *, batch: Any, logits_output: Any
 ) -> None:
-    """AROUND ``move_logprobs_to_cpu``: requests of a prefill that list no ids have an empty list.
+    """AROUND ``move_logprobs_to_cpu``: see :func:`mend_listed`."""
+    mend_listed(batch, logits_output)
+    original(processor, batch=batch, logits_output=logits_output)
+
+
+def mend_listed(batch: Any, logits_output: Any) -> None:
+    """Make tensors of the empty lists that requests which list no ids have beside others that do.
 
     SGLang turns every entry into a list and meets one already, which ends its scheduler.
     """
     listed = logits_output.next_token_token_ids_logprobs_val
     if batch.return_logprob and listed:
         logits_output.next_token_token_ids_logprobs_val = [torch.as_tensor(v) for v in listed]
-    original(processor, batch=batch, logits_output=logits_output)

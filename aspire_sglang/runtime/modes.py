@@ -54,6 +54,20 @@ class Running(NamedTuple):
         return StepShape(len(self.seq_lens), read, read)
 
 
+class PlainPlan(NamedTuple):
+    """What is decided on for a batch.
+
+    Attributes:
+        steps: plain steps from now on, 0 if it speculates.
+        running: its requests.
+        asking: ids of the requests that need plain steps; empty if the online scheduler decided.
+    """
+
+    steps: int
+    running: Running
+    asking: frozenset[str] = frozenset()
+
+
 def policy_of(config: SchedulerConfig, gamma_max: int) -> Policy:
     """The policy named in the configuration, with its options."""
     match config.policy:

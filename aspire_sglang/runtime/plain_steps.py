@@ -12,6 +12,11 @@ cost there. What has to be translated are the ends of a phase:
 
 A phase is decided on as a whole and ends early when a request joins the batch, as SGLang then
 merges a prefill into it, or when many have left.
+
+A phase has one of two reasons: the online scheduler lets nobody draft, or a request asks for
+something that only plain steps give (:mod:`aspire_sglang.runtime.plain_requests`). Then it lasts
+until no such request is left, and pending drafts are dropped when it begins: no step that
+speculates ever holds such a request.
 """
 
 from __future__ import annotations
@@ -61,6 +66,7 @@ class Phase:
         members: request and state of everyone still in it, by request id.
         left: steps still decided on.
         shape: the cost of its first step.
+        asking: ids of the requests that need plain steps; empty if the online scheduler decided.
         launched, processed: its steps so far, and those whose results SGLang has seen.
         booked: processed steps that are in the requests' counters.
         closed: no further step will be launched.
@@ -72,6 +78,7 @@ class Phase:
     members: dict[str, tuple[Any, SlotState]]
     left: int
     shape: StepShape
+    asking: frozenset[str] = frozenset()
     launched: int = 0
     processed: int = 0
     booked: int = 0
@@ -95,8 +102,10 @@ class Phase:
         joined = reqs[-1].rid not in self.members or len(reqs) > self._size
         if joined or len(reqs) < _SHRUNK * self._first_size:
             return False
-        self._size, self._tail = len(reqs), reqs[-1]
         stayed = {req.rid for req in reqs}
+        if self.asking and not self.asking & stayed:
+            return False
+        self._size, self._tail = len(reqs), reqs[-1]
         for rid in [rid for rid in self.members if rid not in stayed]:
             self.leave(rid)
         return True
@@ -135,8 +144,8 @@ class Phase:
                 self._book(req, 1)
 
     def seconds(self) -> float | None:
-        """Time of a step, None if there were too few."""
-        if len(self.intervals) < _LEAST_INTERVALS:
+        """Time of a step, None if there were too few, or if requests may have slowed them down."""
+        if self.asking or len(self.intervals) < _LEAST_INTERVALS:
             return None
         return median(self.intervals)
 
@@ -185,15 +194,16 @@ class PlainSteps:
             self._close(phase)
             phase = None
         if phase is None:
-            steps, running = self.worker.plain_steps(batch)
-            if not steps:
+            plan = self.worker.plan_plain(batch)
+            if not plan.steps:
                 if batch.spec_algorithm.is_none():
                     batch.spec_algorithm = self._algorithm
                     batch.spec_info = self.worker.resumed_input(batch, self._relay)
                 return original(batch)
-            pairs = zip(batch.reqs, running.states, strict=True)
+            pairs = zip(batch.reqs, plan.running.states, strict=True)
             members = {req.rid: (req, state) for req, state in pairs}
-            phase = Phase(self, batch, members, steps, running.plain_shape())
+            shape = plan.running.plain_shape()
+            phase = Phase(self, batch, members, plan.steps, shape, plan.asking)
             self._phase = phase
         self._prepare_step(batch, phase)
         return None
@@ -207,6 +217,8 @@ class PlainSteps:
             self._enter(batch)
         batch.forward_mode = ForwardMode.DECODE
         batch.input_embeds = None
+        if batch.sampling_info.penalizer_orchestrator.is_required:
+            batch.cumulate_penalty_output_tokens()
         reserve_plain_slots(batch, ahead)
         table = batch.req_to_token_pool.req_to_token
         batch.out_cache_loc = table[batch.req_pool_indices, batch.seq_lens].long()
@@ -266,6 +278,7 @@ class PlainSteps:
             seconds=phase.intervals[-1] if phase.intervals else 0.0,
             graph=result.can_run_cuda_graph,
             plain=True,
+            for_parameters=bool(phase.asking),
         )
 
     def finished(self, rid: str) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from aspire_sglang.runtime.cost import RunningCost
-from aspire_sglang.runtime.modes import ModeScheduler, Running
+from aspire_sglang.runtime.draft_state import SlotState
+from aspire_sglang.runtime.modes import PLAIN_PHASE, ModeScheduler, PlainPlan, Running
+from aspire_sglang.runtime.plain_requests import needs_plain_steps
 from aspire_sglang.runtime.plain_steps import PlainSteps, count_plain_verifies
 from aspire_sglang.runtime.rank_check import RankCheck
 from aspire_sglang.runtime.ranks import Ranks
@@ -18,7 +20,14 @@ from aspire_sglang.speculation.cost_model import StepShape
 
 
 class PlainPhases(ABC):
-    """Part of a worker; see :mod:`aspire_sglang.runtime.plain_steps`."""
+    """Part of a worker; see :mod:`aspire_sglang.runtime.plain_steps`.
+
+    Attributes:
+        plain_for_parameters: requests with some parameters are decoded plainly, see
+            :mod:`aspire_sglang.runtime.plain_requests`.
+    """
+
+    plain_for_parameters = False
 
     modes: ModeScheduler
     cost: RunningCost
@@ -32,10 +41,31 @@ class PlainPhases(ABC):
     def running(self, batch: Any) -> Running:
         """The requests of a batch as the online scheduler sees them."""
 
-    def plain_steps(self, batch: Any) -> tuple[int, Running]:
-        """For how many steps nobody will draft, 0 if somebody does or holds drafts."""
+    def plan_plain(self, batch: Any) -> PlainPlan:
+        """Decide on the next steps of a batch. Where a request needs plain steps, pending drafts of
+        the others are dropped: it cannot take part in the step that would verify them."""
         running = self.running(batch)
-        return self.modes.plain_steps(*running), running
+        if asking := self._asking(batch.reqs, running.states):
+            self.telemetry.dropped(sum(state.drop() for state in running.states))
+            return PlainPlan(PLAIN_PHASE, running, asking)
+        return PlainPlan(self._chosen_plain_steps(batch, running), running)
+
+    def _asking(self, reqs: list[Any], states: list[SlotState]) -> frozenset[str]:
+        """Ids of the requests that need plain steps."""
+        if not self.plain_for_parameters:
+            return frozenset()
+        found = []
+        for req, state in zip(reqs, states, strict=True):
+            if state.plain_only is None:
+                state.plain_only = needs_plain_steps(req)
+            if state.plain_only:
+                found.append(req.rid)
+        return frozenset(found)
+
+    def _chosen_plain_steps(self, batch: Any, running: Running) -> int:
+        """For how many steps the online scheduler lets nobody draft, 0 if somebody drafts or holds
+        drafts."""
+        return self.modes.plain_steps(*running)
 
     def resumed_input(self, batch: Any, relay: Any) -> NextStepInput | None:
         """What a batch carries that speculates again after a phase."""
@@ -48,11 +78,31 @@ class PlainPhases(ABC):
     def _plain_forward(self, batch: Any) -> GenerationBatchResult:
         if self.rank_check is not None:
             self.rank_check.compare_plain(batch, tuple(self.cost.model.coefficients))
-        result = self.target_worker.forward_batch_generation(batch)
+        target = self.target_worker
+        # With overlap scheduling SGLang samples a batch with grammars after it has processed the
+        # step before, whose tokens move the grammars on; not so for a worker that speculates.
+        speculates, target.enable_spec = target.enable_spec, False
+        try:
+            result = target.forward_batch_generation(batch)
+        finally:
+            target.enable_spec = speculates
         if not batch.sampling_info.is_all_greedy:
-            # SGLang's sampler draws on every rank from a generator of its own.
-            result.next_token_ids = self.ranks.first(result.next_token_ids)
+            self._agree_on_samples(result)
         return result
+
+    def _agree_on_samples(self, result: GenerationBatchResult) -> None:
+        """SGLang's sampler draws on every rank from a generator of its own."""
+        sample = result.delay_sample_func
+        if sample is None:
+            result.next_token_ids = self.ranks.first(result.next_token_ids)
+            return
+
+        def agreed() -> GenerationBatchResult:
+            sample()
+            result.next_token_ids = self.ranks.first(result.next_token_ids)
+            return result
+
+        result.delay_sample_func = agreed
 
     def book_plain(self, req: Any, steps: int) -> None:
         """Count plain steps whose tokens a request has."""

@@ -1,7 +1,8 @@
-"""Which request parameters speculation honours; the others are refused by name.
+"""Which request parameters are honoured; the others are refused by name.
 
 Prefill samples the first token with SGLang's own sampler, so a request that generates at most one
-token may use everything.
+token may use everything that SGLang itself honours there. What a GPU honours in plain steps only is
+listed in :mod:`aspire_sglang.runtime.plain_requests`.
 """
 
 from __future__ import annotations
@@ -14,25 +15,9 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from aspire_sglang import cpu_platform
 from aspire_sglang.runtime.arguments import is_aspire
 from aspire_sglang.runtime.bodies import check_processor, check_single
+from aspire_sglang.runtime.plain_requests import is_set
 from aspire_sglang.runtime.seeds import check_seed
 from aspire_sglang.runtime.switch import check_custom_params
-
-# Sampling parameters that change the target distribution, with the value that means "not used".
-# The CPU worker applies them at every position of a run (runtime/logit_rules.py), the GPU worker
-# does not yet.
-_REFUSED_ON_GPU = {
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_new_tokens": 0,
-    "logit_bias": None,
-    "json_schema": None,
-    "regex": None,
-    "ebnf": None,
-    "structural_tag": None,
-}
-
-_FIELDS_REFUSED_ON_GPU = ("custom_logit_processor", "return_logprob", "return_hidden_states")
 
 UNSUPPORTED_FIELDS = (
     "return_sampling_mask",
@@ -47,18 +32,12 @@ UNSUPPORTED_FIELDS = (
 )
 
 
+REFUSED_ON_GPU = ("sampling_seed",)
+"""Sampling parameters that only a CPU honours."""
+
+
 class UnsupportedParameter(ValueError):
     """A request asks for something speculation cannot honour; answered with status 400."""
-
-
-def refused_sampling(on_cpu: bool) -> dict[str, Any]:
-    """Sampling parameters that a platform cannot honour, with the value that means "not used"."""
-    return {} if on_cpu else _REFUSED_ON_GPU
-
-
-def refused_sampling_and_fields() -> set[str]:
-    """Everything that is refused on a GPU and honoured on a CPU."""
-    return {*_REFUSED_ON_GPU, *_FIELDS_REFUSED_ON_GPU, "sampling_seed"}
 
 
 def effective_sampling(request: Any, preferred: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -77,26 +56,28 @@ def unsupported_parameters(
         preferred: sampling parameters that the server adds where the request is silent.
     """
     sampling = effective_sampling(request, preferred)
-    max_new_tokens = sampling.get("max_new_tokens")
-    if max_new_tokens is not None and max_new_tokens <= 1:
-        return []
-    found = [
-        name
-        for name, neutral in refused_sampling(on_cpu).items()
-        if sampling.get(name) not in (None, neutral, "", {})
-    ]
+    found = []
     # A greedy text does not depend on the seed, so only sampled requests would be betrayed.
     seeded = sampling.get("sampling_seed") is not None and sampling.get("temperature", 1.0) != 0
     if seeded and not on_cpu:
         found.append("sampling_seed")
-    fields = UNSUPPORTED_FIELDS if on_cpu else _FIELDS_REFUSED_ON_GPU + UNSUPPORTED_FIELDS
-    found += [name for name in fields if _is_set(getattr(request, name, None))]
+    max_new_tokens = sampling.get("max_new_tokens")
+    if max_new_tokens is None or max_new_tokens > 1:
+        found += [name for name in UNSUPPORTED_FIELDS if is_set(getattr(request, name, None))]
     return found
 
 
-def _is_set(value: Any) -> bool:
-    # Tensors and arrays have no truth value, hence the identity tests.
-    return value is not None and value is not False and value != [] and value != ""
+def _refusal(found: list[str]) -> str:
+    told = (
+        f"not supported together with --speculative-algorithm ASPIRE: {', '.join(found)}. "
+        "Remove the parameter, or send the request to a server without speculation."
+    )
+    if "sampling_seed" in found:
+        told += (
+            " On a GPU SGLang draws from seeds only with --enable-deterministic-inference, which "
+            "ASPIRE does not support."
+        )
+    return told
 
 
 def _check_token_ids(input_ids: list[int] | None, request: Any, vocab_size: int) -> None:
@@ -173,7 +154,4 @@ def validate_request(
     )
     found = unsupported_parameters(request, cpu_platform.is_active(), preferred)
     if found:
-        raise UnsupportedParameter(
-            f"not supported together with --speculative-algorithm ASPIRE: {', '.join(found)}. "
-            "Remove the parameter, or send the request to a server without speculation."
-        )
+        raise UnsupportedParameter(_refusal(found))

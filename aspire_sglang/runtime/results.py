@@ -14,6 +14,7 @@ from typing import Any
 from sglang.srt.runtime_context import get_server_args
 
 from aspire_sglang.runtime.arguments import is_aspire
+from aspire_sglang.runtime.logprobs import mend_listed
 from aspire_sglang.runtime.plain_steps import PLAIN_PHASE
 
 VERIFIED_ROWS = "aspire_verified_rows"
@@ -33,6 +34,7 @@ def process_verified_rows(
     """AROUND ``process_batch_result_decode``: process only the rows that verified."""
     phase = getattr(result, PLAIN_PHASE, None)
     if phase is not None:
+        mend_listed(batch, result.logits_output)
         return phase.owner.process(phase, batch, result, partial(original, processor))
     rows = getattr(result, VERIFIED_ROWS, None)
     if rows is None:

@@ -55,12 +55,15 @@ class Telemetry:
         seconds: float,
         graph: bool = False,
         plain: bool = False,
+        for_parameters: bool = False,
     ) -> None:
         """Book one decode step with ``drafts`` draft rows and ``verifies`` verify rows; ``graph``:
-        it was replayed from a CUDA graph; ``plain``: it ran as SGLang decodes plainly."""
+        it was replayed from a CUDA graph; ``plain``: it ran as SGLang decodes plainly;
+        ``for_parameters``: because parameters of a request need that."""
         self.totals["decode_steps"] += 1
         self.totals["graph_steps" if graph else "eager_steps"] += 1
         self.totals["plain_graph_steps"] += plain
+        self.totals["plain_steps_for_parameters"] += for_parameters
         self.totals["mixed_steps"] += bool(drafts and verifies)
         self.totals["draft_rows"] += drafts
         self.totals["verify_rows"] += verifies
@@ -82,6 +85,10 @@ class Telemetry:
         stats = self._of(rid)
         stats.lengths.append(drafts)
         stats.accepted.append(accepted)
+
+    def dropped(self, drafts: int) -> None:
+        """Book drafts that nobody will verify."""
+        self.totals["discarded_drafts"] += drafts
 
     def plain(self, rid: str, steps: int) -> None:
         """Book ``steps`` verifies of no drafts."""

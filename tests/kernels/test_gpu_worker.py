@@ -14,7 +14,7 @@ pytest.importorskip("sglang.srt.speculative.base_spec_worker")
 from aspire_sglang.attention.step_buffers import StepBuffers
 from aspire_sglang.context.selection import SelectionConfig
 from aspire_sglang.context.sparse import RefreshConfig, SparseContext
-from aspire_sglang.runtime import gpu_profile, gpu_step, gpu_worker, worker
+from aspire_sglang.runtime import gpu_profile, gpu_step, gpu_worker, plain_requests, worker
 from aspire_sglang.runtime import plain_steps as plain_steps_module
 from aspire_sglang.runtime.plain_steps import PLAIN_PHASE
 from aspire_sglang.runtime.results import FEEDBACK, VERIFIED_ROWS
@@ -31,6 +31,8 @@ class Event:
 
 class Target:
     """The next token is the last one plus one, except after multiples of seven for drafts."""
+
+    enable_spec = True
 
     def __init__(self, tiers: list[int] | None) -> None:
         context = SparseContext(
@@ -60,6 +62,7 @@ class Target:
     def forward_batch_generation(self, batch, forward_batch=None, is_verify=False):
         if batch is not None:
             # A prefill, or a step of plain decoding with SGLang's sampler.
+            assert self.enable_spec == batch.forward_mode.is_extend()
             tokens = (batch.input_ids + 1) % VOCAB
             if not batch.forward_mode.is_extend():
                 places = batch.req_to_token_pool.req_to_token[
@@ -147,7 +150,11 @@ class Batch:
                 to_finish=None,
                 finished=lambda: False,
                 sampling_params=SimpleNamespace(
-                    max_new_tokens=new_tokens, top_k=1, temperature=1.0, custom_params=None
+                    max_new_tokens=new_tokens,
+                    top_k=1,
+                    temperature=1.0,
+                    custom_params=None,
+                    **plain_requests.SAMPLING,
                 ),
             )
             for i, length in enumerate(prompts)
@@ -155,10 +162,19 @@ class Batch:
         self.seq_lens = torch.tensor(prompts)
         self.req_pool_indices = torch.arange(1, len(prompts) + 1)
         self.input_ids = torch.tensor(prompts) % VOCAB
-        self.sampling_info = SimpleNamespace(is_all_greedy=True)
+        self.sampling_info = SimpleNamespace(
+            is_all_greedy=True, penalizer_orchestrator=SimpleNamespace(is_required=False)
+        )
         self.forward_mode = SimpleNamespace(is_extend=lambda: True)
 
     def maybe_evict_swa(self) -> None: ...
+
+    def leave(self, row: int) -> None:
+        """A request finished, and SGLang filters the batch."""
+        kept = [i for i in range(len(self.reqs)) if i != row]
+        self.reqs[row].finished = lambda: True
+        self.reqs = [self.reqs[i] for i in kept]
+        self.seq_lens, self.req_pool_indices = self.seq_lens[kept], self.req_pool_indices[kept]
 
     def snapshot(self):
         return SimpleNamespace(reqs=self.reqs[:])
@@ -180,7 +196,7 @@ class Batch:
         if phase is not None:
 
             def original(batch, result):
-                for req, token in zip(self.reqs, result.next_token_ids.tolist(), strict=True):
+                for req, token in zip(batch.reqs, result.next_token_ids.tolist(), strict=True):
                     req.output_ids.append(token)
 
             return phase.owner.process(phase, batch, result, original)
@@ -189,10 +205,10 @@ class Batch:
         stride = result.speculative_num_draft_tokens
         for i, row in enumerate(getattr(result, VERIFIED_ROWS)):
             tokens = result.next_token_ids[i * stride : i * stride + lens[i]].tolist()
-            self.reqs[row].output_ids += tokens
-            self.reqs[row].kv_committed_len += lens[i]
-            self.reqs[row].spec_verify_ct += 1
-            self.reqs[row].accepted += lens[i] - 1
+            batch.reqs[row].output_ids += tokens
+            batch.reqs[row].kv_committed_len += lens[i]
+            batch.reqs[row].spec_verify_ct += 1
+            batch.reqs[row].accepted += lens[i] - 1
         return None
 
 
@@ -402,6 +418,54 @@ def test_no_phase_without_a_graph_that_holds_the_batch(monkeypatch):
     plain_steps_module.prepare_for_decode(calls.append, batch)
     assert calls == [batch]
     assert not batch.spec_algorithm.is_none()
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["at-once", "one-step-late"])
+def test_a_request_that_needs_plain_steps(monkeypatch, late):
+    """Drafts of the others are dropped, all decode plainly while it runs, and draft again after."""
+    made = make(monkeypatch, [5, 10, 15])
+    made.plain.attach(Relay(made))
+    # Not even a graph that holds the batch is needed.
+    made._plain_graphs = None
+    batch = Batch([10, 20, 30], new_tokens=90)
+    start(made, batch)
+    everybody, queue, totals = batch.reqs, [], made.telemetry.totals
+
+    def run(steps):
+        for _ in range(steps):
+            plain_steps_module.prepare_for_decode(lambda batch: None, batch)
+            queue.append((batch.snapshot(), batch.decode(made)))
+            if len(queue) > late:
+                batch.process(*queue.pop(0))
+
+    run(6)
+    states = [made.state.get(slot, 1) for slot in (1, 2, 3)]
+    pending = sum(state.pending for state in states)
+    assert pending > 0
+    assert {state.plain_only for state in states} == {False}
+    # As if it had joined now.
+    everybody[1].return_logprob, states[1].plain_only = True, None
+    drafted = totals["draft_rows"]
+    run(20)
+    assert batch.spec_algorithm.is_none()
+    assert made.plain._phase.asking == {"1"}
+    assert totals["draft_rows"] <= drafted + 3 * late
+    assert totals["plain_steps_for_parameters"] == 20 - late
+    assert totals["discarded_drafts"] == pending
+    batch.leave(1)
+    accepted = totals["accepted_drafts"]
+    run(20)
+    for each in queue:
+        batch.process(*each)
+    assert not batch.spec_algorithm.is_none()
+    assert totals["plain_steps_for_parameters"] == 20
+    assert totals["accepted_drafts"] > accepted + 10
+    for req, first in zip(everybody, [11, 21, 31], strict=True):
+        wanted = [(first + i) % VOCAB for i in range(len(req.output_ids))]
+        assert len(wanted) > 20
+        assert req.output_ids == wanted
+        assert 1 + req.spec_verify_ct + req.accepted == len(req.output_ids) or req is everybody[1]
+    assert all(state.unsettled == 0 for state in states)
 
 
 def test_profile_restores_the_table(monkeypatch):

@@ -1,7 +1,9 @@
 """A plugin for tests: phases of plain steps on a CPU, of random lengths, between short drafts.
 
 Phases are a GPU's way to run steps in which nobody drafts; nothing in them needs one. With
-``PHASES_OVERLAP`` set the scheduler overlaps its work with the forward, as it does on a GPU.
+``PHASES_OVERLAP`` set the scheduler overlaps its work with the forward, as it does on a GPU, also
+that of a server without speculation. With ``PHASES_GPU_RULES`` set requests are decoded plainly
+that a GPU decodes plainly.
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ def install(folder: Path) -> None:
 
 def load() -> None:
     """Called by SGLang in every process that loads plugins."""
-    from aspire_sglang.runtime.algorithm import AspireAlgorithm
     from aspire_sglang.runtime.modes import ModeScheduler
     from aspire_sglang.runtime.worker import AspireWorker
 
@@ -40,10 +41,37 @@ def load() -> None:
 
     ModeScheduler.plain_steps = plain_steps  # type: ignore[method-assign]
     if os.environ.get("PHASES_OVERLAP"):
-        original = AspireAlgorithm.handle_server_args
+        _overlap()
+    if os.environ.get("PHASES_GPU_RULES"):
+        _use_gpu_rules()
 
-        def overlapped(self: Any, server_args: Any) -> None:
-            original(self, server_args)
-            server_args.disable_overlap_schedule = False
 
-        AspireAlgorithm.handle_server_args = overlapped  # type: ignore[method-assign]
+def _overlap() -> None:
+    from aspire_sglang.cpu_platform.platform import TorchCpuPlatform
+    from aspire_sglang.runtime.algorithm import AspireAlgorithm
+
+    for owner, name in (
+        (TorchCpuPlatform, "apply_server_args_defaults"),
+        (AspireAlgorithm, "handle_server_args"),
+    ):
+        setattr(owner, name, _overlapping(getattr(owner, name)))
+
+
+def _overlapping(original: Any) -> Any:
+    def overlapped(self: Any, server_args: Any) -> None:
+        original(self, server_args)
+        server_args.disable_overlap_schedule = False
+
+    return overlapped
+
+
+def _use_gpu_rules() -> None:
+    from types import SimpleNamespace
+
+    from aspire_sglang.runtime import introspection, logit_rules
+    from aspire_sglang.runtime.worker import AspireWorker
+
+    AspireWorker.plain_for_parameters = True
+    # What an answer says of itself, and SGLang's own penalty counters.
+    setattr(introspection, "cpu_platform", SimpleNamespace(is_active=lambda: False))  # noqa: B010
+    setattr(logit_rules, "is_aspire", lambda _: False)  # noqa: B010

@@ -25,6 +25,13 @@ def forty(servers):
     return servers[0].generate_all(SHORT, max_new_tokens=48)
 
 
+def test_both_servers_run_all_layers_as_one_program(plain, aspire):
+    """Else the texts below would say nothing about it."""
+    for client in (plain, aspire):
+        log = client.server.log.read_text(errors="replace")
+        assert "aspire-cpu: 30 decoder layers in one program" in log
+
+
 @pytest.mark.parametrize("context", [{}, FULL, TINY], ids=["normal", "full", "tiny"])
 def test_greedy_40_prompts(plain, aspire, forty, context):
     """B01: greedy-consistent always, identical ids for at least 95 % of the prompts."""

@@ -16,7 +16,7 @@ from sglang.srt.server_args import ServerArgs
 from aspire_sglang.runtime.combinations import FLAGS, REQUESTS, Refused, Works
 from aspire_sglang.runtime.flag_checks import flag_faults
 from aspire_sglang.runtime.model_limits import MODEL_LIMITS, model_faults
-from bench.combinations import DENSE, DOCUMENT, GPU_DENSE, GPU_SAMPLING, document
+from bench.combinations import DENSE, DOCUMENT, GPU_DENSE, document
 
 ROOT = Path(__file__).parents[2]
 DEFAULTS = {
@@ -32,7 +32,8 @@ def test_the_document_is_current():
 def _named_tests() -> set[str]:
     verdicts = [verdict for row in FLAGS for verdict in (row.on_cpu, row.on_gpu)]
     named = {verdict.test for verdict in verdicts if isinstance(verdict, Works)}
-    return named | {row.test for row in REQUESTS} | {DENSE, GPU_DENSE, GPU_SAMPLING}
+    named |= {row.gpu_test for row in REQUESTS if row.gpu_test}
+    return named | {row.test for row in REQUESTS} | {DENSE, GPU_DENSE}
 
 
 @pytest.mark.parametrize("name", sorted(_named_tests()))

@@ -101,21 +101,27 @@ def test_measure() -> None:
 
 
 def test_choice() -> None:
-    def choice(plain: float, **packed: float) -> type | None:
+    def choice(plain: float, stack: bool = False, **packed: float) -> type | None:
         kinds = {"onednn": OneDnnLinear, "panels": PanelLinear}
         times = {kinds[name]: time for name, time in packed.items()}
-        return PackingReport(torch.float32, 8, plain, times).choice
+        return PackingReport(torch.float32, 8, plain, times).choice(stack=stack)
 
     assert choice(100.0, onednn=60.0, panels=50.0) is PanelLinear
     assert choice(100.0, onednn=50.0, panels=60.0) is OneDnnLinear
     assert choice(100.0, onednn=91.0) is None
     assert choice(0.0) is None
+    # A program of all layers makes up for slower linears, not for any.
+    assert choice(100.0, stack=True, onednn=50.0, panels=74.0) is PanelLinear
+    assert choice(100.0, stack=True, onednn=50.0, panels=76.0) is OneDnnLinear
+    assert choice(100.0, stack=True, panels=134.0) is PanelLinear
+    assert choice(100.0, stack=True, panels=136.0) is None
+    assert choice(0.0, stack=True) is None
 
 
 def test_without_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_linear, "layouts", lambda dtype: [])
     report = measure_packing()
-    assert report.choice is None
+    assert report.choice() is None
     assert "no layout" in str(report)
 
 

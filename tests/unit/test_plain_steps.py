@@ -36,12 +36,13 @@ def state() -> SlotState:
     return SlotState(1, make_estimator("beta"))
 
 
-def begin(rids: str, steps: int = 100):
+def begin(rids: str, steps: int = 100, asking: str = ""):
     worker = Worker()
     owner = PlainSteps(worker, SimpleNamespace(), 17)
     batch = SimpleNamespace(reqs=[Request(rid) for rid in rids])
     members = {req.rid: (req, state()) for req in batch.reqs}
-    return Phase(owner, batch, members, steps, StepShape(len(rids), 10, 10)), worker, batch
+    shape = StepShape(len(rids), 10, 10)
+    return Phase(owner, batch, members, steps, shape, frozenset(asking)), worker, batch
 
 
 def process(phase: Phase, finishes: str = "", seen=None) -> None:
@@ -81,6 +82,13 @@ def test_goes_on_while_few_leave():
     assert phase.goes_on(batch)
     batch.reqs = batch.reqs[2:]
     assert not phase.goes_on(batch)
+
+
+def test_a_phase_that_requests_ask_for_ends_with_the_last_of_them():
+    phase, _, batch = begin("abcdefgh", asking="bg")
+    for gone, goes_on in (("b", True), ("c", True), ("g", False)):
+        batch.reqs = [req for req in batch.reqs if req.rid != gone]
+        assert phase.goes_on(batch) == goes_on
 
 
 def test_another_batch_is_another_phase():
@@ -154,3 +162,6 @@ def test_time_of_a_step_needs_some_steps():
     seconds = phase.seconds()
     assert seconds is not None
     assert 0 <= seconds < 1
+    # Grammars and the like take time of their own.
+    phase.asking = frozenset("a")
+    assert phase.seconds() is None

@@ -117,42 +117,40 @@ def test_supported_requests_pass():
 
 
 def test_unsupported_parameters_are_all_named():
-    body = request(frequency_penalty=1.0, json_schema="{}", sampling_seed=1)
-    body.return_logprob = True
-    body.custom_logit_processor = "{}"
+    body = request(sampling_seed=1)
+    body.return_entropy, body.lora_path = True, "adapter"
     assert unsupported_parameters(body, on_cpu=False) == [
-        "frequency_penalty",
-        "json_schema",
         "sampling_seed",
-        "custom_logit_processor",
-        "return_logprob",
+        "return_entropy",
+        "lora_path",
     ]
-    body.return_entropy = True
-    assert unsupported_parameters(body, on_cpu=True) == ["return_entropy"]
+    assert unsupported_parameters(body, on_cpu=True) == ["return_entropy", "lora_path"]
 
 
-def test_the_cpu_honours_what_the_gpu_refuses():
-    body = request(frequency_penalty=1.0, min_new_tokens=4, logit_bias={"3": 1.0}, sampling_seed=1)
+def test_all_else_is_honoured_on_both_platforms():
+    body = request(frequency_penalty=1.0, min_new_tokens=4, logit_bias={"3": 1.0}, regex="a+")
     body.custom_logit_processor = "{}"
     body.return_logprob = True
     body.return_hidden_states = True
-    assert unsupported_parameters(body, on_cpu=True) == []
-    assert len(unsupported_parameters(body, on_cpu=False)) == 7
+    for on_cpu in (True, False):
+        assert unsupported_parameters(body, on_cpu) == []
 
 
 def test_parameters_that_the_server_prefers_are_looked_at():
-    preferred = {"frequency_penalty": 1.0}
-    assert unsupported_parameters(request(), False, preferred) == ["frequency_penalty"]
-    assert unsupported_parameters(request(frequency_penalty=0.0), False, preferred) == []
+    preferred = {"sampling_seed": 1}
+    assert unsupported_parameters(request(), False, preferred) == ["sampling_seed"]
+    assert unsupported_parameters(request(sampling_seed=None), False, preferred) == []
 
 
 def test_a_seed_means_nothing_to_a_greedy_request():
     assert unsupported_parameters(request(sampling_seed=1, temperature=0), False) == []
 
 
-def test_one_token_comes_from_the_prefill_and_may_use_everything():
-    assert unsupported_parameters(request(max_new_tokens=1, regex="a+"), False) == []
-    assert unsupported_parameters(request(max_new_tokens=2, regex="a+"), False) == ["regex"]
+def test_one_token_comes_from_the_prefill_and_may_use_what_sglang_honours_there():
+    for tokens, refused in ((1, ["sampling_seed"]), (2, ["sampling_seed", "return_entropy"])):
+        body = request(max_new_tokens=tokens, sampling_seed=1)
+        body.return_entropy = True
+        assert unsupported_parameters(body, False) == refused
 
 
 def test_unsupported_sglang_is_refused(monkeypatch):
