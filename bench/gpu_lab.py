@@ -252,12 +252,10 @@ def short(lab: Lab) -> dict[str, Any]:
     """Scenario C: short contexts, where plain decoding is the right choice; and plain decoding on
     ASPIRE's backend, also with long ones."""
     found = {}
-    for count in (64, 1):
+    for count, rounds in zip((64, 1), lab.options.short_repeats, strict=True):
         prompts = [prompt[:512] for prompt in lab.prompts[:count]]
         lab.say(f"{count} x 512")
-        found[f"{count} x 512"] = _rates(
-            lab, prompts, 0.0, lab.options.short_repeats, ["default", "plain"]
-        )
+        found[f"{count} x 512"] = _rates(lab, prompts, 0.0, rounds, ["default", "plain"])
         lab.save("short", found)
     if "plain" in lab.engines and "plain" not in lab.options.settings:
         lab.say("64 x 7000")
@@ -316,7 +314,9 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=7000)
     parser.add_argument("--new-tokens", type=int, nargs=2, default=(32, 288))
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--short-repeats", type=int, default=3)
+    parser.add_argument(
+        "--short-repeats", type=int, nargs=2, default=(3, 3), help="with 64 requests and with one"
+    )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--start-timeout", type=float, default=240.0)
     parser.add_argument("--commit", default=None)

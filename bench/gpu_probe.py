@@ -3,8 +3,8 @@
 SGLang finds it through an entry point that :func:`install` writes into a folder for the path of one
 engine; nothing of it is installed. What it does is chosen by environment variables:
 
-* always: the scheduler answers the remote calls ``probe_kv``, ``probe_host``, ``probe_timeline``
-  and ``probe_fill``;
+* always: the scheduler answers the remote calls ``probe_kv``, ``probe_host``, ``probe_timeline``,
+  ``probe_prefill`` and ``probe_fill``;
 * ``PROBE_SPLITS=1``: FlashAttention reads every context in one piece, in stock SGLang and ASPIRE;
 * ``PROBE_BREAK=1``: verify rows leave the KV that draft rows wrote, the fault that a check of the
   KV has to find;
@@ -53,6 +53,7 @@ def load() -> None:
     Scheduler.probe_replay = probe_replay
     Scheduler.probe_timeline = probe_timeline
     Scheduler.probe_pairs = probe_pairs
+    Scheduler.probe_prefill = probe_prefill
     if os.environ.get("PROBE_SPLITS"):
         _read_in_one_piece()
     if os.environ.get("PROBE_TENSOR_PARALLEL"):
@@ -143,6 +144,38 @@ def probe_pairs(_: Any, below: float | None) -> None:
 
 
 _PAIRED: list[float] = []
+
+
+def probe_prefill(scheduler: Any, path: str | None, graphs: bool = True) -> None:
+    """Record ASPIRE's prefills from now on, run with or without CUDA graphs; with a path, stop and
+    save what came.
+
+    A list of ``[from a graph, tokens, {tokens of a context: its page list}]``.
+    """
+    worker = scheduler.draft_worker
+    runner = worker.model_runner
+    if path is not None:
+        Path(path).write_text(json.dumps(scheduler.probe_prefills))
+        del worker._prefill
+        runner.prefill_cuda_graph_runner = scheduler.probe_runner
+        return
+    scheduler.probe_prefills = found = []
+    scheduler.probe_runner = runner.prefill_cuda_graph_runner
+    if not graphs:
+        runner.prefill_cuda_graph_runner = runner.eager_runner
+    original = worker._prefill
+
+    def recorded(batch: Any) -> Any:
+        tokens = batch.extend_num_tokens
+        result = original(batch)
+        lists, listed = runner.attn_backend.context.lists, {}
+        for req, length in zip(batch.reqs, batch.seq_lens.tolist(), strict=True):
+            pages = lists.pages[req.req_pool_idx, : int(lists.counts[req.req_pool_idx])]
+            listed[length] = pages.tolist()
+        found.append([result.can_run_cuda_graph, tokens, listed])
+        return result
+
+    worker._prefill = recorded
 
 
 def probe_timeline(scheduler: Any, path: str | None) -> None:

@@ -10,13 +10,22 @@ STOCK_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
 ASPIRE_SIZES = [1, 2, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 56, 64, 72, 80]
 ASPIRE_SIZES += [96, 112, 128, 160, 192, 224, 256]
 
-STOCK: dict[str, Any] = {"attention_backend": "fa3", "cuda_graph_bs_decode": STOCK_SIZES}
+# Fewer than SGLang's 58, so that engines start sooner; the same for all.
+PREFILL_SIZES = [4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 1536, 2048, 3072, 4096]
+PREFILL_SIZES += [6144, 8192]
+
+STOCK: dict[str, Any] = {
+    "attention_backend": "fa3",
+    "cuda_graph_bs_decode": STOCK_SIZES,
+    "cuda_graph_bs_prefill": PREFILL_SIZES,
+}
 # Stock SGLang has no hooks of ours.
 ONLY_PROBE = {"SGLANG_PLUGINS": "zz_aspire_gpu_probe"}
 ASPIRE: dict[str, Any] = {
     "attention_backend": "aspire",
     "speculative_algorithm": "ASPIRE",
     "cuda_graph_bs_decode": ASPIRE_SIZES,
+    "cuda_graph_bs_prefill": PREFILL_SIZES,
 }
 # A model's shape alone: no weights, no tokenizer.
 LARGE: dict[str, Any] = {

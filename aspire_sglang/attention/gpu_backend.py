@@ -2,7 +2,9 @@
 
 Prefill and plain decoding are SGLang's own FlashAttention 3 backend, which this class inherits.
 What it adds is the mixed step over draft and verify rows, and the vote of a prefill for the pages
-of the first drafts.
+of the first drafts. SGLang's breakable graphs of a prefill do not hold its attention, which runs
+between their pieces as in an eager prefill, on the batch's own tokens without padding. So the vote
+is the same there.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class AspireAlgorithm(CustomSpecAlgo):
         if on_cpu:
             change("disable_overlap_schedule", True)
         else:
-            _prepare_graphs(server_args)
+            _prepare_graphs()
         for field, (old, new) in changes.items():
             logger.info("ASPIRE set --%s %s (was %s)", field.replace("_", "-"), new, old)
 
@@ -118,13 +118,10 @@ def _fitting_gamma(gamma_max: int, model: Any) -> int:
     return queries - 1
 
 
-def _prepare_graphs(server_args: Any) -> None:
+def _prepare_graphs() -> None:
     # SGLang captures graphs for rows of different widths only if asked to by this variable; the
     # processes that capture inherit it.
     os.environ["SGLANG_RAGGED_VERIFY_MODE"] = "compact"
-    # A prefill votes for the pages of the first drafts, which its graph would not record.
-    server_args.cuda_graph_config.prefill.backend = "disabled"
-    logger.info("ASPIRE disabled CUDA graphs for prefill")
 
 
 def register_algorithm() -> None:

@@ -83,6 +83,12 @@ _spec = _Area("Other speculative decoding")
 _MANY = "tests/server/test_flags.py::test_many_flags_change_no_text"
 _REPLICAS = "tests/server/test_flags.py::test_two_replicas"
 _GPU_ENGINE = "tests/gpu/test_engine.py::test_steps_ran_as_asked"
+_GPU_PREFILL = "tests/gpu/test_prefill.py::test_prefills_ran_as_asked"
+
+PREFILL_GRAPHS = ("breakable", "disabled")
+"""SGLang's kinds of CUDA graphs for prefills on a GPU. A prefill votes for the pages of the first
+drafts. Breakable graphs, SGLang's default, leave attention out, and with it the vote; others would
+record it, or were never run with it."""
 
 FLAGS = (
     _parallel.row(
@@ -196,6 +202,18 @@ FLAGS = (
         "cuda_graph_bs_decode disable_decode_cuda_graph disable_cuda_graph",
         Untested(),
         Works(_GPU_ENGINE),
+    ),
+    _compute.row(
+        "CUDA graphs of prefills",
+        "cuda_graph_max_bs_prefill cuda_graph_bs_prefill disable_prefill_cuda_graph",
+        Untested(),
+        Works(_GPU_PREFILL),
+    ),
+    _compute.row(
+        "kinds of CUDA graphs of prefills",
+        "cuda_graph_backend_prefill",
+        Untested(),
+        Refused(f"must be {' or '.join(PREFILL_GRAPHS)} on a GPU", PREFILL_GRAPHS),
     ),
     _compute.row(
         "CUDA graphs without padding",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from aspire_sglang.config import AspireConfig
-from aspire_sglang.runtime.combinations import FLAGS, Refused
+from aspire_sglang.runtime.combinations import FLAGS, PREFILL_GRAPHS, Refused
 from aspire_sglang.runtime.model_limits import model_faults
 
 MAX_STEPS = 64
@@ -55,7 +55,18 @@ def configuration_faults(args: Any, config: AspireConfig, on_cpu: bool) -> list[
         found.append(f"context.page_size {sparse}: must be 1, 2, 4, ... 128 on a GPU.")
     if sparse % page:
         found.append(f"--page-size {page}: context.page_size {sparse} must be a multiple of it.")
-    return found
+    return found + _prefill_graph_faults(args)
+
+
+def _prefill_graph_faults(args: Any) -> list[str]:
+    # The flag of its own is in the table; a JSON value comes here.
+    graphs = getattr(getattr(args, "cuda_graph_config", None), "prefill", None)
+    if graphs is None or graphs.backend in PREFILL_GRAPHS:
+        return []
+    if getattr(args, "cuda_graph_backend_prefill", None) == graphs.backend:
+        return []
+    names = " or ".join(PREFILL_GRAPHS)
+    return [f"--cuda-graph-config: prefill.backend {graphs.backend} must be {names} on a GPU."]
 
 
 def model_and_layer_faults(model_config: Any, config: AspireConfig, on_cpu: bool) -> list[str]:

@@ -197,7 +197,9 @@ def test_the_parameters_change_stocks_texts(found):
 @pytest.mark.parametrize("name", STRUCTURED)
 def test_structured_texts_obey(found, name, place):
     text = found.ours[place][name]["text"]
-    assert found.ours[place][name]["meta_info"]["finish_reason"]["type"] == "stop", text
+    if name != "structural_tag":
+        # Behind a tag's end a text is free.
+        assert found.ours[place][name]["meta_info"]["finish_reason"]["type"] == "stop", text
     if name == "regex":
         assert re.fullmatch(STRUCTURED[name]["regex"], text), text
     elif name == "ebnf":

@@ -149,6 +149,10 @@ def server_args(**changes):
     return argparse.Namespace(**{**given, **changes})
 
 
+def graphs(backend):
+    return SimpleNamespace(prefill=SimpleNamespace(backend=backend))
+
+
 @pytest.fixture
 def on_gpu(monkeypatch):
     from aspire_sglang.runtime import flag_checks
@@ -169,6 +173,8 @@ def on_gpu(monkeypatch):
         ({"speculative_eagle_topk": 2}, "--speculative-eagle-topk 2"),
         ({"speculative_num_steps": 65}, "--speculative-num-steps 65"),
         ({"speculative_num_steps": 4, "speculative_num_draft_tokens": 9}, "--speculative-num-dr"),
+        ({"cuda_graph_backend_prefill": "full"}, "--cuda-graph-backend-prefill full: must be brea"),
+        ({"cuda_graph_config": graphs("full")}, "--cuda-graph-config: prefill.backend full must"),
     ],
 )
 def test_an_engine_is_told_by_an_exception(on_gpu, change, named):
@@ -177,6 +183,24 @@ def test_an_engine_is_told_by_an_exception(on_gpu, change, named):
     algorithm._checked_config(server_args(), on_cpu=False)
     with pytest.raises(ValueError, match=f"^ASPIRE: {named}"):
         algorithm._checked_config(server_args(**change), on_cpu=False)
+
+
+@pytest.mark.parametrize("backend", ["breakable", "disabled"])
+def test_graphs_of_a_prefill_that_leave_its_attention_out_stay(on_gpu, backend):
+    from aspire_sglang.runtime import algorithm
+
+    given = server_args(cuda_graph_backend_prefill=backend, cuda_graph_config=graphs(backend))
+    algorithm._checked_config(given, on_cpu=False)
+
+
+def test_graphs_that_would_record_a_vote_are_refused_once(on_gpu):
+    from aspire_sglang.runtime import algorithm
+
+    kind = "tc_piecewise"
+    given = server_args(cuda_graph_backend_prefill=kind, cuda_graph_config=graphs(kind))
+    with pytest.raises(ValueError, match="must be breakable or disabled") as refusal:
+        algorithm._checked_config(given, on_cpu=False)
+    assert len(refusal.value.faults) == 1
 
 
 @pytest.mark.parametrize(
