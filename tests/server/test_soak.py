@@ -126,7 +126,8 @@ class Soak:
         )
         start = rng.randint(0, 40)
         prompt = self.text[start : start + rng.randint(1, 100)]
-        rid = f"soak-{i}"
+        # SGLang aborts every request whose id begins with the one named.
+        rid = f"soak-{i:05d}"
         body = request(prompt, rid=rid, **options, **kinds[i % len(kinds)])
         if i % 10 == 2:
             self.counts["aborted"] += 1
