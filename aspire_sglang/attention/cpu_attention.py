@@ -102,13 +102,14 @@ class CpuAttention:
         Raises:
             ValueError: shapes or dtypes that do not fit.
         """
+        self._check_pools(k, v)
+        self._check_queries(q, plan)
         out = torch.empty_like(q) if out is None else out
         if plan.tokens == 0:
             return out
         queries = q.float().contiguous()
         direct = out.dtype == torch.float32 and out.is_contiguous()
         target = out if direct else torch.empty_like(queries)
-        self._check_pools(k, v)
         write_scales(self._call, [scale], [logit_cap])
         keys, values = np.array([k.data_ptr()]), np.array([v.data_ptr()])
         items = self.prepare(self._call, keys, values, queries, target, plan, layer)
