@@ -108,14 +108,13 @@ def make(monkeypatch, tiers=None):
         req_to_token_pool=pool, token_to_kv_pool_allocator=SimpleNamespace(size=4 * WIDTH)
     )
     made.init_cuda_graphs()
+    # SGLang's relay of tokens is the worker's own memory.
+    made.plain.attach(Relay())
     return made
 
 
 class Relay:
     """What a batch of plain steps needs of SGLang's relay; without overlap lengths are on it."""
-
-    def __init__(self, made) -> None:
-        self.share_tokens(torch.zeros(4, dtype=torch.int64))
 
     def share_tokens(self, tokens) -> None:
         self.output_tokens_buf = tokens
@@ -368,9 +367,6 @@ def start(made, batch):
 @pytest.mark.parametrize("late", [0, 1], ids=["at-once", "one-step-late"])
 def test_phases_of_plain_steps_between_mixed_ones(monkeypatch, late):
     made = make(monkeypatch, [5, 10, 15])
-    # SGLang's relay of tokens is the worker's own memory.
-    relay = Relay(made)
-    made.plain.attach(relay)
     made._plain_graphs = SimpleNamespace(
         places=lambda rows: 4 if rows <= 4 else None, in_use=contextlib.nullcontext
     )
@@ -410,7 +406,6 @@ def test_phases_of_plain_steps_between_mixed_ones(monkeypatch, late):
 
 def test_no_phase_without_a_graph_that_holds_the_batch(monkeypatch):
     made = make(monkeypatch, [5, 10, 15])
-    made.plain.attach(Relay(made))
     made._plain_graphs = SimpleNamespace(places=lambda rows: None)
     batch = Batch([10, 20, 30], new_tokens=12)
     start(made, batch)
@@ -424,7 +419,6 @@ def test_no_phase_without_a_graph_that_holds_the_batch(monkeypatch):
 def test_a_request_that_needs_plain_steps(monkeypatch, late):
     """Drafts of the others are dropped, all decode plainly while it runs, and draft again after."""
     made = make(monkeypatch, [5, 10, 15])
-    made.plain.attach(Relay(made))
     # Not even a graph that holds the batch is needed.
     made._plain_graphs = None
     batch = Batch([10, 20, 30], new_tokens=90)
