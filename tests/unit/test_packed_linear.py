@@ -77,7 +77,8 @@ def test_short_forms_change_no_bit(rows: int, columns: int, width: int, form: in
         weight = torch.randn(columns, width).bfloat16().float()
     short = PanelLinear(weight)
     assert short.form == form
-    monkeypatch.setattr(panel_linear, "lay_out", lambda weight: (FLOAT, panel_forms._panels(weight)))
+    as_it_is = FLOAT, panel_forms._panels(weight)
+    monkeypatch.setattr(panel_linear, "lay_out", lambda _: as_it_is)
     long = PanelLinear(weight)
     assert long.form == FLOAT
     x = torch.randn(rows, width)
