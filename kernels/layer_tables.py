@@ -109,9 +109,7 @@ def build_layer_tables(
 
 
 @triton.jit
-def _write_pages(
-    req_row, table_row, page, place, taken, PAGE: tl.constexpr, KV_PAGE: tl.constexpr
-):
+def _write_pages(req_row, table_row, page, place, taken, PAGE: tl.constexpr, KV_PAGE: tl.constexpr):
     """Put whole pages at their places in a row's table."""
     parts: tl.constexpr = PAGE // KV_PAGE
     part = tl.arange(0, parts)[None, :]
@@ -230,8 +228,8 @@ def _layer_tables_kernel(
     table_row = tables + number.to(tl.int64) * stride_list + row * stride_table
     req_row = req_to_token + slot * stride_req
     if slot < 0:
-        if FULL_ROWS & (split == 0) & (number == 0):
-            tl.store(cache_seqlens + row, 0)
+        if FULL_ROWS:
+            tl.store(cache_seqlens + row, 0, mask=(split == 0) & (number == 0))
     else:
         if tl.load(draft + row) == 0:
             if FULL_ROWS:

@@ -189,7 +189,7 @@ def check_tables(
             if slot < 0 or not mode[row]:
                 assert seqlen == (-77 if not full_rows else length)
                 count = math.ceil(max(seqlen, 0) / shape.kv_page_size)
-                whole = case.req_to_token[slot, :length : shape.kv_page_size] if count else []
+                whole = case.req_to_token[slot, : length : shape.kv_page_size] if count else []
                 whole = [int(place) // shape.kv_page_size for place in whole]
                 for part in found:
                     assert part == whole + [-77] * (columns - count)

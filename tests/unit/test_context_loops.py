@@ -118,10 +118,17 @@ def test_a_small_budget_rejects_and_everything_is_recorded(loops):
 
 
 def test_settings_are_read_from_their_names():
-    found = settings_of(["hybrid:8:512:own_share=0.25:last=32", "delta:16:256:group_layers=7+14"])
-    first, second = found.values()
+    found = settings_of(
+        [
+            "hybrid:8:512:own_share=0.25:last=32",
+            "delta:16:256:group_layers=7+14",
+            "hybrid:16:512:list_layers=3",
+        ]
+    )
+    first, second, third = found.values()
     assert first == Setting("hybrid", 8, 512, last=32, own_share=0.25)
     assert second == Setting("delta", 16, 256, group_layers=(7, 14))
+    assert third == Setting("hybrid", 16, 512, list_layers=3)
 
 
 def test_accept_lengths_count_the_token_behind_the_drafts():
