@@ -151,6 +151,13 @@ def load_float16(builder: Any, address: Any, index: Any) -> Any:
     return _convert_half(builder, builder.load(at, align=2))
 
 
+@operation(vector(types.intp, types.intp))
+def load_uint8(builder: Any, address: Any, index: Any) -> Any:
+    """``LANES`` bytes as float32."""
+    at = pointer(builder, address, index, ir.VectorType(ir.IntType(8), LANES), 1)
+    return builder.sitofp(builder.zext(builder.load(at, align=1), _INTS), FLOATS)
+
+
 @operation(types.void(types.intp, types.intp, vector))
 def store(builder: Any, address: Any, index: Any, value: Any) -> None:
     """Write ``LANES`` float32 values from element ``index`` on."""
@@ -274,6 +281,12 @@ def sub(builder: Any, a: Any, b: Any) -> Any:
 def mul(builder: Any, a: Any, b: Any) -> Any:
     """``a * b``."""
     return builder.fmul(a, b)
+
+
+@operation(vector(vector, vector, vector))
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c``, rounded once."""
+    return call(builder, "fma", a, b, c)
 
 
 @operation(vector(vector, vector))

@@ -86,6 +86,13 @@ def repack(model: nn.Module) -> int:
     return count
 
 
+def packed_weights(model: nn.Module) -> list[Packed]:
+    """The packed copies that a model's layers compute from now."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    packed = (getattr(method, "aspire_packed", None) for method in methods)
+    return [each for each in packed if each is not None]
+
+
 def _install(layer: nn.Module, method: type, layout: type[Packed]) -> None:
     """Replace a layer's method by a packed one where its weight can be packed."""
     from sglang.srt.utils import use_intel_amx_backend
@@ -225,7 +232,9 @@ def measure_packing(
     if not kinds:
         return PackingReport(dtype, rows, 0.0, {})
     start = time.perf_counter()
-    weights = [torch.full(shape, 0.01 * i, dtype=dtype) for i in range(12)]
+    # Random, so that they have no short form, which panels of the model's weights may have.
+    random = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=random).to(dtype) for _ in range(12)]
     packed = {kind: [kind(weight) for weight in weights] for kind in kinds}
     x = torch.full((rows, shape[1]), 0.5, dtype=dtype)
     # A busy start must not decide for the server's whole life. Other processes only ever add to a

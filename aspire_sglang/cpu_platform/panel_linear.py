@@ -1,7 +1,8 @@
 """Linear layers for few rows: a float32 weight laid out in panels, read once per call.
 
 A decode or verify step multiplies a handful of rows by every weight, so reading the weight is the
-floor. A panel holds two vectors of output columns for every input value, one behind the other:
+floor. A panel (:mod:`.panel_forms`) holds two vectors of output columns for every input value, one
+behind the other:
 a thread walks through it once, in the order it lies in memory, while a block of rows by columns
 is summed in registers (the inner kernel of BLIS: Van Zee and van de Geijn, 2015). PyTorch's own
 products reach a third of that speed for 8 rows without AVX-512.
@@ -23,11 +24,9 @@ from aspire_sglang.attention.openmp import parallel_region
 from aspire_sglang.attention.program import Program, work
 from aspire_sglang.attention.simd import LANES, get, load, put, records, splat, store
 from aspire_sglang.attention.tiles import product_tile
-from aspire_sglang.cpu_platform import huge_pages
+from aspire_sglang.cpu_platform.panel_forms import FLOAT, PANEL, expand, lay_out, panel_bytes
 from aspire_sglang.cpu_platform.weight_copy import WeightCopy
 
-#: Output columns of a panel: two vectors.
-PANEL = 2 * LANES
 # Rows of a register tile. Sixteen registers (AVX2) hold 6 x 2 sums, two columns and a value.
 _TILE = 8 if LANES == 16 else 6
 # Rows that pass over a panel before the next panel's turn; their inputs stay in the second cache.
@@ -36,15 +35,17 @@ _ROWS = 16 * _TILE
 # panel then comes from memory while its rows are computed, not before (1.3 to 1.6 times the speed
 # for 8 to 17 rows on one Zen 3 core; half and twice the length are slower).
 _CHUNK = 64
-#: float32 values of scratch memory per thread: sums, and a row of ones.
-SCRATCH = (_ROWS + 1) * PANEL
+#: float32 values of scratch memory per thread: sums, a row of ones, an expanded chunk.
+SCRATCH = (_ROWS + 1 + _CHUNK) * PANEL
 
 #: One call of the kernel.
 JOB = np.dtype(
     [
         ("x", np.int64),  # float32 [rows, width]
         ("out", np.int64),  # float32 [rows, columns]
-        ("panels", np.int64),  # float32 [ceil(columns / PANEL), width, PANEL]
+        ("panels", np.int64),  # the weight, see panel_forms.lay_out
+        ("form", np.int64),
+        ("panel_bytes", np.int64),
         ("rows", np.int64),
         ("width", np.int64),
         ("columns", np.int64),
@@ -56,10 +57,11 @@ _jobs = records(JOB)
 _compiled = njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
-def _tiles(rows: int) -> Any:
-    """A function for register tiles of 1 to ``rows`` rows."""
+def _tiles(rows: int, from_memory: bool) -> Any:
+    """A function for register tiles of 1 to ``rows`` rows, of weights that come from memory or have
+    been expanded."""
     # One or two rows wait for memory anyway; the requests would only be in the way.
-    ahead = _CHUNK if rows > 2 else 0
+    ahead = _CHUNK if from_memory and rows > 2 else 0
     tile = product_tile(rows, 2, PANEL, accumulate=True, ahead=ahead)
     if rows == 1:
 
@@ -68,7 +70,7 @@ def _tiles(rows: int) -> Any:
             tile(sums, x, width, 1, panel, inputs, ones)
 
         return one
-    fewer = _tiles(rows - 1)
+    fewer = _tiles(rows - 1, from_memory)
 
     @_compiled
     def some(count, sums, x, width, panel, inputs, ones):
@@ -80,7 +82,7 @@ def _tiles(rows: int) -> Any:
     return some
 
 
-_product = _tiles(_TILE)
+_product, _expanded_product = _tiles(_TILE, True), _tiles(_TILE, False)
 
 
 def num_items(columns: int, rows: int) -> int:
@@ -97,10 +99,11 @@ def multiply_panel(argument, item, thread):
     first = item // panels * _ROWS
     stop = min(first + _ROWS, job.rows)
     panel = item % panels
-    weight = job.panels + 4 * panel * job.width * PANEL
+    weight = job.panels + panel * job.panel_bytes
     column = panel * PANEL
     valid = min(PANEL, job.columns - column)
     ones = scratch + 4 * _ROWS * PANEL
+    expanded = ones + 4 * PANEL
     for at in range(0, PANEL, LANES):
         store(ones, at, splat(np.float32(1)))
     for at in range(0, (stop - first) * PANEL, LANES):
@@ -109,18 +112,18 @@ def multiply_panel(argument, item, thread):
     blocks = -(-(stop - first) // _TILE)
     for begin in range(0, job.width, _CHUNK):
         inputs = min(_CHUNK, job.width - begin)
+        if job.form != FLOAT:
+            expand(job.form, weight, begin, inputs, expanded)
         for block in range(blocks):
             row = (stop - first) * block // blocks
             count = (stop - first) * (block + 1) // blocks - row
-            _product(
-                count,
-                scratch + 4 * row * PANEL,
-                job.x + 4 * ((first + row) * job.width + begin),
-                job.width,
-                weight + 4 * begin * PANEL,
-                inputs,
-                ones,
-            )
+            sums = scratch + 4 * row * PANEL
+            x = job.x + 4 * ((first + row) * job.width + begin)
+            if job.form == FLOAT:
+                chunk = weight + 4 * begin * PANEL
+                _product(count, sums, x, job.width, chunk, inputs, ones)
+            else:
+                _expanded_product(count, sums, x, job.width, expanded, inputs, ones)
     for row in range(stop - first):
         at = (first + row) * job.columns + column
         if valid == PANEL:
@@ -137,6 +140,7 @@ class PanelLinear(WeightCopy):
     Attributes:
         shape: ``(out_features, in_features)``.
         dtype: float32.
+        form: in which its panels are kept, see :mod:`.panel_forms`.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -151,16 +155,8 @@ class PanelLinear(WeightCopy):
                 f"cannot lay out a {weight.dtype} weight {tuple(weight.shape)} on {weight.device}"
             )
         parallel_region()  # better missed now than in the first forward
-        columns, width = weight.shape
         super().__init__(weight)
-        count = -(-columns // PANEL)
-        self._panels = huge_pages.zeros((count, width, PANEL), torch.float32)
-        whole, rest = divmod(columns, PANEL)
-        weight = weight.detach()
-        by_panel = weight[: whole * PANEL].reshape(whole, PANEL, width)
-        self._panels[:whole] = by_panel.transpose(1, 2)
-        if rest:
-            self._panels[whole, :, :rest] = weight[whole * PANEL :].T
+        self.form, self._panels = lay_out(weight.detach())
         self._scratch = torch.empty(0)
         self._job = job = np.zeros(1, JOB)
         self.write_job(job)
@@ -169,7 +165,8 @@ class PanelLinear(WeightCopy):
 
     def write_job(self, job: np.ndarray) -> None:
         """Write the weight's part of a ``JOB`` record."""
-        job["panels"] = self._panels.data_ptr()
+        job["panels"], job["form"] = self._panels.data_ptr(), self.form
+        job["panel_bytes"] = panel_bytes(self.form, self.shape[1])
         job["columns"], job["width"] = self.shape
 
     @staticmethod

@@ -14,12 +14,21 @@ logger = logging.getLogger(__name__)
 def pack_loaded_model(result: None, runner: Any) -> None:
     """AFTER ``ModelRunner.load_model``: pack the linears where a measurement says it pays."""
     from aspire_sglang.cpu_platform.decoder_stack import compile_stack, stack_of
-    from aspire_sglang.cpu_platform.packed_linear import measure_packing, pack_model
+    from aspire_sglang.cpu_platform.packed_linear import (
+        measure_packing,
+        pack_model,
+        packed_weights,
+    )
+    from aspire_sglang.cpu_platform.panel_forms import describe
+    from aspire_sglang.cpu_platform.panel_linear import PanelLinear
 
     report = measure_packing(runner.dtype)
     layout = report.choice(stack=bool(stack_of(runner.model)))
     layers = pack_model(runner.model, layout) if layout else 0
     logger.info("aspire-cpu: packed %d linear layers (%s)", layers, report)
+    if layout is PanelLinear:
+        forms = [packed.form for packed in packed_weights(runner.model)]
+        logger.info("aspire-cpu: weights are kept, without rounding, as %s", describe(forms))
     logger.info("aspire-cpu: %d decoder layers in one program", compile_stack(runner.model))
 
 

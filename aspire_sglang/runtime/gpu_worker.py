@@ -59,7 +59,6 @@ class GpuWorker(AspireWorker):
         mixed_graphs: graphs of mixed steps that are replayed at once, None where SGLang replays.
     """
 
-    plain_phases = True
     plain_for_parameters = True
 
     def __init__(self, *, server_args: Any, target_worker: Any, **kwargs: Any) -> None:
@@ -69,7 +68,6 @@ class GpuWorker(AspireWorker):
         self._plain_graphs: PlainGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         # What was asked for this step before its batch was prepared.
-        self._asked: tuple[list[Any], Running] | None = None
         # Mixed steps since something else ran.
         self._in_row = 0
         self._seed: int | None = server_args.random_seed
@@ -130,7 +128,6 @@ class GpuWorker(AspireWorker):
         return None
 
     def _chosen_plain_steps(self, batch: Any, running: Running) -> int:
-        self._asked = (batch.reqs, running)
         graphs = self._plain_graphs
         if graphs is None or graphs.places(len(batch.reqs)) is None:
             return 0
@@ -182,9 +179,7 @@ class GpuWorker(AspireWorker):
         return bool(req.to_finish) or len(req.output_ids) + state.unsettled > state.most[1]
 
     def _decode(self, batch: Any) -> GenerationBatchResult:
-        asked, self._asked = self._asked, None
-        known = asked is not None and asked[0] is batch.reqs
-        running = asked[1] if asked is not None and known else self.running(batch)
+        running = self.decided_on(batch)
         verify, draft_kv = self.modes.decide(*running)
         step = self._host_step(running, verify)
         first = self._launch(batch, running, step, draft_kv, batch.seq_lens)

@@ -105,10 +105,8 @@ class ModeScheduler:
         context: SparseContext,
         cost: RunningCost,
         drafts: DraftState,
-        phases: bool = False,
     ) -> None:
         self._policy = policy_of(config, gamma_max)
-        self._phases = phases
         self._since_probe, self._probe_gap = 0, config.probe_interval
         self._first_gap = config.probe_interval
         self._context = context
@@ -129,12 +127,23 @@ class ModeScheduler:
         Returns:
             (verify or draft per request, KV tokens that a draft row of it reads).
         """
+        return self._decide(slots, seq_lens, states, caps, phases=False)
+
+    def _decide(
+        self,
+        slots: list[int],
+        seq_lens: list[int],
+        states: list[SlotState],
+        caps: list[int],
+        phases: bool,
+    ) -> tuple[list[bool], list[int]]:
+        """:meth:`decide`; ``phases``: a batch in which nobody drafts takes plain steps."""
         draft_kv = self._context.draft_kv_many(
             [s + state.pending for s, state in zip(seq_lens, states, strict=True)]
         )
         policy = self._policy
         if policy.plans and not any(state.confidence for state in states):
-            self._plan(slots, seq_lens, states, caps, draft_kv)
+            self._plan(slots, seq_lens, states, caps, draft_kv, phases)
             verify = [
                 state.pending >= min(state.run or 0, cap)
                 for state, cap in zip(states, caps, strict=True)
@@ -158,7 +167,7 @@ class ModeScheduler:
         for state in states:
             # Nobody is in the middle of a run: the batch is decided on as a whole.
             state.rest = 0
-        verify, _ = self.decide(slots, seq_lens, states, caps)
+        verify, _ = self._decide(slots, seq_lens, states, caps, phases=True)
         if not all(verify):
             return 0
         match self._policy:
@@ -182,6 +191,7 @@ class ModeScheduler:
         states: list[SlotState],
         caps: list[int],
         draft_kv: list[int],
+        phases: bool,
     ) -> None:
         """Decide on the runs that start now; the others were decided on when they started."""
         starting = []
@@ -197,7 +207,7 @@ class ModeScheduler:
             return
         rows = [self._row(slots[i], seq_lens[i], states[i], caps[i], draft_kv[i]) for i in starting]
         together = sum(state.verifies == 0 for state in states) > 1
-        if self._phases and len(starting) == len(states):
+        if phases and len(starting) == len(states):
             runs = self._plan_all(rows, states, together)
             if not any(runs):
                 return

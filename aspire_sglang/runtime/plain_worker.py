@@ -28,13 +28,14 @@ class PlainPhases(ABC):
     """
 
     plain_for_parameters = False
+    _asked: tuple[list[Any], Running] | None = None
 
     modes: ModeScheduler
     cost: RunningCost
     telemetry: Telemetry
     ranks: Ranks
     rank_check: RankCheck | None
-    plain: PlainSteps | None
+    plain: PlainSteps
     target_worker: Any
 
     @abstractmethod
@@ -45,15 +46,24 @@ class PlainPhases(ABC):
         """Decide on the next steps of a batch. Where a request needs plain steps, pending drafts of
         the others are dropped: it cannot take part in the step that would verify them."""
         running = self.running(batch)
-        if asking := self._asking(batch.reqs, running.states):
+        asking = self._asking(batch.reqs, running.states)
+        if asking and self.plain_for_parameters:
             self.telemetry.dropped(sum(state.drop() for state in running.states))
             return PlainPlan(PLAIN_PHASE, running, asking)
-        return PlainPlan(self._chosen_plain_steps(batch, running), running)
+        self._asked = (batch.reqs, running)
+        # What speculative steps honour by code of ours stays with them.
+        steps = 0 if asking else self._chosen_plain_steps(batch, running)
+        return PlainPlan(steps, running)
+
+    def decided_on(self, batch: Any) -> Running:
+        """The requests of a batch as they were when it was decided that it speculates."""
+        asked, self._asked = self._asked, None
+        if asked is not None and asked[0] is batch.reqs:
+            return asked[1]
+        return self.running(batch)
 
     def _asking(self, reqs: list[Any], states: list[SlotState]) -> frozenset[str]:
-        """Ids of the requests that need plain steps."""
-        if not self.plain_for_parameters:
-            return frozenset()
+        """Ids of the requests whose parameters a GPU honours by plain steps only."""
         found = []
         for req, state in zip(reqs, states, strict=True):
             if state.plain_only is None:
@@ -121,5 +131,4 @@ class PlainPhases(ABC):
 
     def note_request_finished(self, rid: str, **_: Any) -> None:
         """SGLang found a request finished; called before it reports the request's counters."""
-        if self.plain is not None:
-            self.plain.finished(rid)
+        self.plain.finished(rid)

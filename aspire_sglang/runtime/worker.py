@@ -70,13 +70,9 @@ class AspireWorker(PlainPhases, BaseSpecWorker):
 
     SGLang calls :meth:`forward_batch_generation` once per scheduler step. A prefill runs as in
     plain decoding. In a decode step every request of the batch takes part in one forward, either
-    as a draft row or as a verify row.
-
-    Attributes:
-        plain_phases: steps in which nobody drafts are run as SGLang decodes without speculation.
+    as a draft row or as a verify row. Steps in which nobody drafts are run as SGLang decodes
+    without speculation.
     """
-
-    plain_phases = False
 
     def __init__(self, *, server_args: Any, target_worker: Any, **_: Any) -> None:
         super().__init__()
@@ -121,9 +117,7 @@ class AspireWorker(PlainPhases, BaseSpecWorker):
             device=req_to_token_pool.req_to_token.device,
             make_acceptance=self._new_estimator,
         )
-        self.plain: PlainSteps | None = None
-        if self.plain_phases:
-            self.plain = PlainSteps(self, req_to_token_pool, self.gamma_max + 1)
+        self.plain = PlainSteps(self, req_to_token_pool, self.gamma_max + 1)
 
     def init_cuda_graphs(self) -> None:
         """Last call before serving: fit the step costs and print what was decided."""
@@ -158,17 +152,9 @@ class AspireWorker(PlainPhases, BaseSpecWorker):
         regression = scheduler.predictor == "regression"
         self.state.use_judges(AcceptancePredictor if regression else ConfidenceCalibration)
         self.sampler = self._make_sampler()
-        self.modes = ModeScheduler(
-            scheduler,
-            self.gamma_max,
-            context,
-            self.cost,
-            self.state,
-            phases=self.plain is not None,
-        )
+        self.modes = ModeScheduler(scheduler, self.gamma_max, context, self.cost, self.state)
         self.telemetry.config = self.config
-        if self.plain is not None:
-            self.plain.interrupt()
+        self.plain.interrupt()
         logger.info("ASPIRE: sparse context: %s", context.describe())
 
     def _describe_ranks(self) -> dict[str, int]:
@@ -210,7 +196,6 @@ class AspireWorker(PlainPhases, BaseSpecWorker):
     ) -> GenerationBatchResult:
         """One scheduler step; see ``sglang.srt.managers.scheduler.Scheduler.run_batch``."""
         if batch.spec_algorithm.is_none():
-            assert self.plain is not None
             return self.plain.forward(batch, self._plain_forward)
         step = self._prefill if batch.forward_mode.is_extend() else self._decode
         result = step(batch)
@@ -226,7 +211,7 @@ class AspireWorker(PlainPhases, BaseSpecWorker):
         restore_penalties(batch.reqs, batch.sampling_info)
         result = self.target_worker.forward_batch_generation(batch)
         result.next_token_ids = self.ranks.first(result.next_token_ids)
-        if self.plain is not None and not batch.enable_overlap:
+        if not batch.enable_overlap:
             # A phase that this batch joins finds tokens where overlap scheduling leaves them.
             self.relay.output_tokens_buf[batch.req_pool_indices] = result.next_token_ids.long()
         result.new_seq_lens = batch.seq_lens.clone()
@@ -236,7 +221,7 @@ class AspireWorker(PlainPhases, BaseSpecWorker):
 
     def _decode(self, batch: Any) -> GenerationBatchResult:
         start = time.perf_counter()
-        slots, seq_lens, states, _ = running = self.running(batch)
+        slots, seq_lens, states, _ = running = self.decided_on(batch)
         verify, draft_kv = self.modes.decide(*running)
         plan = build_plan(
             slots=slots,

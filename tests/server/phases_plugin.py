@@ -1,9 +1,8 @@
-"""A plugin for tests: phases of plain steps on a CPU, of random lengths, between short drafts.
+"""A plugin for tests: phases of plain steps of random lengths between short drafts.
 
-Phases are a GPU's way to run steps in which nobody drafts; nothing in them needs one. With
-``PHASES_OVERLAP`` set the scheduler overlaps its work with the forward, as it does on a GPU, also
-that of a server without speculation. With ``PHASES_GPU_RULES`` set requests are decoded plainly
-that a GPU decodes plainly.
+With ``PHASES_OVERLAP`` set the scheduler overlaps its work with the forward, as it does on a GPU,
+also that of a server without speculation. With ``PHASES_GPU_RULES`` set requests are decoded
+plainly that a GPU decodes plainly.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ def install(folder: Path) -> None:
 def load() -> None:
     """Called by SGLang in every process that loads plugins."""
     from aspire_sglang.runtime.modes import ModeScheduler
-    from aspire_sglang.runtime.worker import AspireWorker
 
-    AspireWorker.plain_phases = True
     choice = random.Random(7)
 
     def plain_steps(self: Any, slots: Any, seq_lens: Any, states: Any, caps: Any) -> int:

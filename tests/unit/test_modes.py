@@ -112,7 +112,6 @@ def test_a_cap_ends_a_planned_run():
 
 def phases(cost: CostModel, rate: float, count: int = 6) -> tuple[ModeScheduler, list, list, list]:
     modes, drafts = scheduler(cost)
-    modes._phases = True
     states = [drafts.get(slot, 0) for slot in range(1, count + 1)]
     for state in states:
         state.verifies = 5
@@ -184,7 +183,8 @@ def test_probes_become_rarer_but_never_cease():
     assert len(gaps) > 8
 
 
-def test_settings_apply_to_a_phase_only_without_a_gpu():
+def test_without_plain_steps_a_batch_is_asked_again_soon():
     modes, states, slots, caps = phases(TOKEN_BOUND, 0.3)
-    modes._phases = False
-    assert modes.plain_steps(slots, [4000] * 6, states, caps) <= 1 + PLAIN_RUN
+    verify, _ = modes.decide(slots, [4000] * 6, states, caps)
+    assert verify == [True] * 6
+    assert all(state.rest <= PLAIN_RUN for state in states)

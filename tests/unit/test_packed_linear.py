@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from aspire_sglang.cpu_platform import packed_linear
+from aspire_sglang.cpu_platform import packed_linear, panel_forms, panel_linear
 from aspire_sglang.cpu_platform.onednn_linear import OneDnnLinear
 from aspire_sglang.cpu_platform.packed_linear import (
     PackingReport,
@@ -18,7 +18,8 @@ from aspire_sglang.cpu_platform.packed_linear import (
     pack_model,
     repack,
 )
-from aspire_sglang.cpu_platform.panel_linear import _ROWS, _TILE, PANEL, PanelLinear
+from aspire_sglang.cpu_platform.panel_forms import BFLOAT, BLOCK, CODES, FLOAT, PANEL
+from aspire_sglang.cpu_platform.panel_linear import _ROWS, _TILE, PanelLinear
 
 # float32 sums of 96 terms in another order; bfloat16 outputs are rounded once (2^-9 relative).
 TOL = {torch.float32: {"atol": 2e-5, "rtol": 1e-5}, torch.bfloat16: {"atol": 2e-2, "rtol": 1e-2}}
@@ -56,6 +57,58 @@ def test_panels_of_every_shape(rows: int, columns: int, width: int) -> None:
     out = PanelLinear(weight)(x[:rows])
     assert out.shape == (rows, columns)
     torch.testing.assert_close(out, F.linear(x[:rows], weight), **TOL[torch.float32])
+
+
+def coded(columns: int, width: int, codes: int) -> torch.Tensor:
+    """Weights as they are unpacked from a file: a step and a lowest value of float16 per block."""
+    blocks = columns, width // BLOCK, 1
+    step, low = (torch.rand(blocks).mul(scale).half().float() for scale in (0.01, 0.1))
+    code = torch.randint(0, codes, (columns, width // BLOCK, BLOCK))
+    return (code * step - low).view(columns, width)
+
+
+@pytest.mark.parametrize("rows", [1, 2, _TILE, 2 * _TILE + 1, _ROWS + 3])
+@pytest.mark.parametrize("columns", [1, PANEL, 2 * PANEL + 5])
+@pytest.mark.parametrize("width", [BLOCK, 3 * BLOCK, 5 * BLOCK])
+@pytest.mark.parametrize("form", [CODES, BFLOAT])
+def test_short_forms_change_no_bit(rows: int, columns: int, width: int, form: int, monkeypatch):
+    weight = coded(columns, width, 16)
+    if form == BFLOAT:
+        weight = torch.randn(columns, width).bfloat16().float()
+    short = PanelLinear(weight)
+    assert short.form == form
+    as_it_is = FLOAT, panel_forms._panels(weight)
+    monkeypatch.setattr(panel_linear, "lay_out", lambda _: as_it_is)
+    long = PanelLinear(weight)
+    assert long.form == FLOAT
+    x = torch.randn(rows, width)
+    assert torch.equal(short(x), long(x))
+
+
+@pytest.mark.parametrize("codes", [2, 16, 256])
+def test_weights_of_small_codes_are_found(codes: int) -> None:
+    weight = coded(7, 4 * BLOCK, codes)
+    weight[0] = 0.0
+    weight[1, :BLOCK] = weight[1, 0]
+    found = torch.empty(7, 4 * BLOCK, dtype=torch.uint8), torch.empty(7, 4, 2)
+    assert panel_forms.find_codes(weight.numpy(), *(each.numpy() for each in found))
+    step, low = found[1].double().repeat_interleave(BLOCK, 1).unbind(2)
+    assert torch.equal((found[0].double() * step + low).float(), weight)
+
+
+@pytest.mark.parametrize("spoilt", [0.3, 1e-9, float("inf"), float("nan"), 1e30, 60000.0])
+def test_one_weight_outside_keeps_all_as_they_are(spoilt: float) -> None:
+    weight = coded(40, 2 * BLOCK, 16)
+    weight[39, -1] = spoilt
+    linear = PanelLinear(weight)
+    assert linear.form == FLOAT
+    x = torch.zeros(1, 2 * BLOCK)
+    x[0, 5] = 1.0
+    assert torch.equal(linear(x)[:, :39], weight[None, :39, 5])
+
+
+def test_blocks_that_do_not_fill_the_width() -> None:
+    assert PanelLinear(coded(8, 2 * BLOCK, 16)[:, :-1]).form == FLOAT
 
 
 def test_panels_give_a_row_the_same_bits_in_any_batch() -> None:
