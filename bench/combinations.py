@@ -54,8 +54,8 @@ def document() -> str:
     parts = [INTRODUCTION]
     for area, rows in groupby(FLAGS, key=lambda row: row.area):
         parts += [f"## {area}", _table(("feature", "flags", "CPU", "GPU"), map(_flag_row, rows))]
-    rows = map(_setting_row, SETTINGS)
-    parts += ["## Draft contexts", _table(("setting", "values", "CPU", "GPU"), rows)]
+    settings = map(_setting_row, SETTINGS)
+    parts += ["## Draft contexts", _table(("setting", "values", "CPU", "GPU"), settings)]
     parts += ["## Models", _table(("model", "CPU", "GPU"), _model_rows())]
     parts += ["## Requests", _table(("feature", "parameters", "CPU", "GPU"), _request_rows())]
     parts += [PLAIN]

@@ -33,12 +33,14 @@ GROUPS = ("page scores", "page lists", "page tables", "attention", "attention sc
 
 def draft_contexts(lab: Lab) -> dict[str, Any]:
     """Every started engine in turn, round by round."""
-    options, found = lab.options, {}
+    options = lab.options
+    found: dict[str, Any] = {}
     for temperature in options.temperatures:
         for count in options.requests:
             key = f"{count} x {options.prompt_tokens}, temperature {temperature}"
             lab.say(key)
-            found[key] = case = {"rates": {}, "steps": {}}
+            case: dict[str, Any] = {"rates": {}, "steps": {}}
+            found[key] = case
             prompts = lab.prompts[:count]
             names = list(lab.engines)
             for turn in range(options.repeats):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ class FlashInferMixedPlan:
         self._kv_indptr = torch.arange(rows + 1, dtype=torch.int32, device=device) * width
         self._rest = torch.zeros(rows, dtype=torch.int32, device=device)
         self._nothing = torch.empty(0, dtype=torch.int32, device=device)
-        self._wrapper = attention._wrapper_class(
+        self._wrapper: Any = attention._wrapper_class(
             attention._workspace,
             "NHD",
             use_cuda_graph=True,
