@@ -77,6 +77,11 @@ class ContextConfig(_Section):
         description="hybrid: part of the budget, less sink and last pages, that every layer's own "
         "pages of the last verify take",
     )
+    list_layers: Positive = Field(
+        1,
+        description="hybrid, last_verify_per_layer: neighbouring layers that share a list of own "
+        "pages, which one of them chooses; 1: every layer its own",
+    )
     refresh_layers: list[Annotated[int, Field(ge=0)]] | None = Field(
         None, description="delta: layers that choose pages; default three, evenly spaced"
     )
@@ -86,13 +91,15 @@ class ContextConfig(_Section):
 
     @model_validator(mode="after")
     def _options_have_an_effect(self) -> ContextConfig:
-        for selection, names in (
-            ("hybrid", ("own_share",)),
-            ("delta", ("refresh_layers", "full_layers")),
+        for name, selections in (
+            ("own_share", ("hybrid",)),
+            ("list_layers", ("hybrid", "last_verify_per_layer")),
+            ("refresh_layers", ("delta",)),
+            ("full_layers", ("delta",)),
         ):
-            for name in names:
-                if name in self.model_fields_set and self.selection != selection:
-                    raise ValueError(f"{name} needs selection {selection}, not {self.selection}")
+            if name in self.model_fields_set and self.selection not in selections:
+                wanted = " or ".join(selections)
+                raise ValueError(f"{name} needs selection {wanted}, not {self.selection}")
         if self.refresh_layers is not None and (
             not self.refresh_layers or sorted(set(self.refresh_layers)) != self.refresh_layers
         ):

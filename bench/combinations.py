@@ -22,6 +22,7 @@ from aspire_sglang.runtime.combinations import (
 from aspire_sglang.runtime.model_limits import MODEL_LIMITS, ModelLimit
 from aspire_sglang.runtime.plain_requests import FIELDS, SAMPLING
 from aspire_sglang.runtime.requests import REFUSED_ON_GPU, UNSUPPORTED_FIELDS
+from aspire_sglang.runtime.setting_rules import SETTINGS, Setting
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "combinations.md"
 
@@ -53,6 +54,8 @@ def document() -> str:
     parts = [INTRODUCTION]
     for area, rows in groupby(FLAGS, key=lambda row: row.area):
         parts += [f"## {area}", _table(("feature", "flags", "CPU", "GPU"), map(_flag_row, rows))]
+    settings = map(_setting_row, SETTINGS)
+    parts += ["## Draft contexts", _table(("setting", "values", "CPU", "GPU"), settings)]
     parts += ["## Models", _table(("model", "CPU", "GPU"), _model_rows())]
     parts += ["## Requests", _table(("feature", "parameters", "CPU", "GPU"), _request_rows())]
     parts += [PLAIN]
@@ -67,6 +70,10 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _flag_row(row: Combination) -> Sequence[str]:
     flags = ", ".join(f"`--{flag.replace('_', '-')}`" for flag in row.flags)
     return row.feature, flags or "default", _shown(row.on_cpu), _shown(row.on_gpu)
+
+
+def _setting_row(row: Setting) -> Sequence[str]:
+    return f"`{row.option}`", _code(row.values), _shown(row.on_cpu), _shown(row.on_gpu)
 
 
 def _shown(verdict: Verdict) -> str:

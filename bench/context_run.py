@@ -24,7 +24,7 @@ class Setting:
         page: tokens per page.
         tokens: budget.
         sink, last: tokens at either end that are always read.
-        own_share, group_layers, full_layers: see ``RefreshConfig``.
+        own_share, list_layers, group_layers, full_layers: see ``RefreshConfig``.
     """
 
     source: str
@@ -33,6 +33,7 @@ class Setting:
     sink: int = 16
     last: int = 128
     own_share: float = 0.5
+    list_layers: int = 1
     group_layers: tuple[int, ...] = ()
     full_layers: int = 0
 
@@ -52,6 +53,7 @@ class Setting:
                 layer=(model.num_layers - 1) // 2,
                 same_step=True,
                 own_share=self.own_share,
+                list_layers=self.list_layers,
                 group_layers=self.group_layers,
                 full_layers=self.full_layers,
             ),
@@ -152,6 +154,7 @@ class _Run:
         self.committed = loops.lens.clone()
         self.bonus = self._draw(loops.first)[0]
         self.record = Record()
+        self.own: list[Tensor] = []
         for layer in range(self.model.num_layers):
             if self.context.full_rows_vote(layer):
                 self._vote(layer, loops.votes[layer][:, None], self.committed, full=True)
@@ -245,7 +248,8 @@ class _Run:
             key = -1 if layered else self.context.group(layer)
             if key not in masks:
                 masks[key] = self._masks(layer, positions)
-            return (masks[key][:, layer] if layered else masks[key]) & seen
+            mask = masks[key][:, self.context.own_list(layer)] if layered else masks[key]
+            return mask & seen
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self._write(layer, positions[:, None], k, v)
@@ -264,7 +268,7 @@ class _Run:
         return attend
 
     def _masks(self, layer: int, positions: Tensor) -> Tensor:
-        """Positions listed for draft rows: ``[B, W]``, or ``[B, layers, W]``."""
+        """Positions listed for draft rows: ``[B, W]``, or ``[B, lists, W]``."""
         context, size = self.context, self.context.selection.page_size
         if context.layer_lists is not None:
             pages, counts = context.layer_lists.draft_pages(self.slots, positions)
@@ -285,7 +289,7 @@ class _Run:
         steps = torch.arange(self.gamma + 1, device=self.committed.device)
         positions = self.committed[:, None] + steps
         seen = torch.arange(self.loops.width, device=steps.device) <= positions[..., None]
-        self.own: list[Tensor] = []
+        self.own = []
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self._write(layer, positions, k, v)
@@ -306,6 +310,7 @@ class _Run:
         if context.shares_votes(layer):
             context.vote(self.slots, scores, lens, layer)
         if context.layer_lists is not None and full:
-            self.own = [*getattr(self, "own", []), scores] if layer else [scores]
-            if layer == context.last_layer:
+            self.own.append(scores)
+            if context.completes_own(layer):
                 context.layer_lists.set_own(self.slots, torch.stack(self.own, dim=1), lens)
+                self.own = []

@@ -48,6 +48,8 @@ SELECTIONS: dict[str, dict[str, Any]] = {
     "hybrid": {"selection": "hybrid"},
     "hybrid, 1/4 own": {"selection": "hybrid", "own_share": 0.25},
     "hybrid, 3/4 own": {"selection": "hybrid", "own_share": 0.75},
+    "hybrid, a list for 3 layers": {"selection": "hybrid", "list_layers": 3},
+    "hybrid, a list for 5 layers": {"selection": "hybrid", "list_layers": 5},
     "delta": {"selection": "delta", **_DELTA},
 }
 """Draft contexts by name. Those of ``delta`` read more than the others at equal lists: everything

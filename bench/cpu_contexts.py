@@ -40,6 +40,8 @@ CONTEXTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "refresh, pages of 1": ("refresh", 1, {}),
     "last verify per layer": ("last_verify_per_layer", 16, {}),
     "hybrid, pages of 16": ("hybrid", 16, {}),
+    "hybrid, a list for 3 layers": ("hybrid", 16, {"list_layers": 3}),
+    "hybrid, a list for 5 layers": ("hybrid", 16, {"list_layers": 5}),
     "hybrid, pages of 8": ("hybrid", 8, {}),
     "hybrid, pages of 1": ("hybrid", 1, {}),
     "delta": ("delta", 16, {"group_layers": (7, 14, 21), "full_layers": 2}),

@@ -24,7 +24,10 @@ import triton
 from aspire_sglang.cli.machine import commit, describe_machine, describe_versions
 from aspire_sglang.context import PageLists, SelectionConfig
 from aspire_sglang.context import select_pages as torch_select_pages
+from aspire_sglang.context.layer_lists import LayerLists
 from aspire_sglang.kernels.greedy_accept import accept_greedy
+from aspire_sglang.kernels.layer_selection import scratch_size, select_own, select_shared
+from aspire_sglang.kernels.layer_tables import build_layer_tables
 from aspire_sglang.kernels.page_lse import page_lse
 from aspire_sglang.kernels.page_scores import page_scores
 from aspire_sglang.kernels.page_selection import select_pages
@@ -35,6 +38,9 @@ from aspire_sglang.kernels.vote_rows import VoteRows
 GAMMA = 16
 WIDE_PAGES = 8_192
 """Pages of a score row on a server for contexts of 131,072 tokens."""
+LIST_LAYERS = (1, 3, 5)
+"""Neighbouring layers that share their own pages, of ``LAYERS`` in all."""
+LAYERS = 30
 VERIFY_EVERY = 9
 """Every ninth row verifies: it has two voters, reads its whole context and judges 8 drafts."""
 
@@ -149,7 +155,59 @@ def tasks(batch: Batch) -> Iterator[tuple[str, float, Callable[[], Any]]]:
         chosen + float(some.float().mean()) * sparse,
         lambda: refresh_tables(b.scores, b.req_to_token, b.slots, b.lens, some, *tables),
     )
+    for list_layers in LIST_LAYERS:
+        yield from _layered(b, list_layers, chosen, sparse, float(some.float().mean()))
     yield "accept_greedy", 16.0 * rows * (GAMMA + 4), _accept(b)
+
+
+def _layered(
+    b: Batch, list_layers: int, chosen: float, sparse: float, drafts: float
+) -> Iterator[tuple[str, float, Callable[[], Any]]]:
+    """The votes of verify rows and the lists of groups of layers, a step's worth of each.
+
+    Args:
+        chosen, sparse: bytes of a selection and of a table, of all rows.
+        drafts: share of the rows that draft.
+    """
+    shape, device = b.shape, b.q.device
+    number = -(-LAYERS // list_layers)
+    name = f"{number} lists"
+    verifying = torch.where(b.verify, b.slots, -1).int()
+    votes = VoteRows(verifying, b.rows.voters, b.rows.positions)
+    scores = torch.zeros(number, *b.scores.shape, device=device)
+    options: dict[str, Any] = {"page_size": shape.page_size, "scale": shape.dim**-0.5}
+
+    def vote() -> None:
+        for part in scores:
+            page_scores(b.q, b.lse, b.k, b.req_to_token, votes, part, **options)
+
+    keys = shape.rows * shape.tokens * (shape.kv_heads * shape.dim * 2 + 4.0)
+    yield f"page_scores of verify rows, {name}", number * (1 - drafts) * keys, vote
+    longest = b.config.budget_pages(b.scores.shape[1])
+    lists = LayerLists(shape.rows, number, longest, b.config, 0.5, device)
+    scratch = torch.zeros(scratch_size(lists, shape.rows), dtype=torch.int32, device=device)
+    # Lists of everybody, so that tables are those of a running server.
+    select_shared(b.scores, b.lens, b.slots, lists, scratch)
+    select_own(torch.rand(scores.shape, device=device), b.lens, b.slots, lists, scratch)
+    if list_layers == 1:
+        shared = partial(select_shared, b.scores, b.lens, b.slots, lists, scratch)
+        yield "select_shared", chosen, shared
+    own = partial(select_own, scores, b.lens, verifying, lists, scratch)
+    yield f"select_own, {name}", number * (1 - drafts) * chosen, own
+    tables = torch.zeros(number, *b.table.shape, dtype=torch.int32, device=device)
+    rows = (b.req_to_token, b.slots, b.lens, b.draft, lists, tables, b.seqlens)
+    whole = 8.0 * (1 - drafts) * shape.rows * shape.tokens
+    before, after = range(-(-number // 2)), range(number // 2, number)
+    yield (
+        f"build_layer_tables before, {name}",
+        number * whole + len(before) * drafts * sparse,
+        partial(build_layer_tables, *rows, draft_lists=before),
+    )
+    yield (
+        f"build_layer_tables after, {name}",
+        len(after) * drafts * sparse,
+        partial(build_layer_tables, *rows, draft_lists=after, full_rows=False),
+    )
 
 
 def _accept(b: Batch) -> Callable[[], None]:
@@ -235,7 +293,7 @@ def main() -> int:
                 }
             )
             print(
-                f"{name:26} {seconds * 1e6:8.1f} {needed / 1e6:8.1f} {floor * 1e6:8.1f} "
+                f"{name:38} {seconds * 1e6:8.1f} {needed / 1e6:8.1f} {floor * 1e6:8.1f} "
                 f"{seconds / floor:6.2f} {needed / seconds / 1e12:6.2f}",
                 flush=True,
             )

@@ -22,6 +22,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import gpu_engine, gpu_exact, gpu_variants
+from bench.gpu_contexts import draft_contexts
 from bench.gpu_profile import host, profile, timeline
 from bench.gpu_ranks import killed_rank, ranks
 
@@ -295,7 +296,7 @@ PHASES = {
     phase.__name__: phase
     for phase in (
         *(texts, scores, distributions, timed, short, arrivals, profile, host, timeline),
-        *(ranks, killed_rank),
+        *(ranks, killed_rank, draft_contexts),
     )
 }
 

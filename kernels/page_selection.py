@@ -15,7 +15,7 @@ from torch import Tensor
 from aspire_sglang.context.page_lists import PageLists
 from aspire_sglang.context.selection import _CEIL_SLACK, SelectionConfig
 
-_MAX_PAGES = 1 << 16
+MAX_PAGES = 1 << 16
 
 ROW_REGISTERS = 128
 """Registers per thread at most: the code for the longest rows must not halve the number of short
@@ -75,8 +75,8 @@ def check_selection(
         raise ValueError("rows of page_scores must be contiguous")
     check_rows(page_scores.shape[0], context_lens=context_lens, slots=slots)
     width = page_scores.shape[1]
-    if width > _MAX_PAGES:
-        raise ValueError(f"rows of {width} pages; at most {_MAX_PAGES} are supported")
+    if width > MAX_PAGES:
+        raise ValueError(f"rows of {width} pages; at most {MAX_PAGES} are supported")
     longest = min(lists.config.budget_pages(width), width)
     if longest > lists.pages.shape[1]:
         raise ValueError(f"lists of {longest} pages do not fit into {lists.pages.shape[1]}")
@@ -171,17 +171,29 @@ def threshold_of(key, need):
 
 
 @triton.jit
+def free_pages(num_pages, SINK: tl.constexpr, LAST: tl.constexpr):
+    """Pages of a context that are neither sink nor last pages."""
+    return tl.maximum(tl.maximum(num_pages - LAST, 0) - SINK, 0)
+
+
+@triton.jit
 def store_chosen(
-    scores, pages, num_pages, budget, SINK: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Write the chosen pages of a row of at most ``BLOCK`` pages, in ascending order."""
+    scores, pages, num_pages, budget, SINK: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
+    FORCED: tl.constexpr,
+):  # fmt: skip
+    """Write the chosen pages of a row of at most ``BLOCK`` pages, in ascending order: ``budget``
+    pages, sink and last ones among them, or with ``FORCED`` false so many of the others."""
     page = tl.arange(0, BLOCK)
     exists = page < num_pages
-    count = tl.minimum(budget, num_pages)
     free = exists & (page >= SINK) & (page < num_pages - LAST)
-    forced = exists & (free == 0)
-    num_free = tl.maximum(tl.maximum(num_pages - LAST, 0) - SINK, 0)
-    need = count - (num_pages - num_free)
+    if FORCED:
+        count = tl.minimum(budget, num_pages)
+        forced = exists & (free == 0)
+        need = count - (num_pages - free_pages(num_pages, SINK, LAST))
+    else:
+        count = budget
+        forced = page < 0
+        need = count
     key = ordered_bits(tl.load(scores + page, mask=exists, other=0.0))
     key = tl.where(free, key, -2147483648)
     threshold = threshold_of(key, need)
@@ -195,6 +207,28 @@ def store_chosen(
     chosen = sure | (tied & (tied_before <= room))
     place = sure_before + tl.minimum(tied_before, room) - 1
     tl.store(pages + place, page, mask=chosen)
+
+
+@triton.jit
+def store_fitting(
+    scores, pages, num_pages, budget, SINK: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
+    FORCED: tl.constexpr,
+):  # fmt: skip
+    """:func:`store_chosen` of a row that may be far shorter than the longest."""
+    # A row is as wide as the server's longest context; most contexts are far shorter.
+    if BLOCK <= 1024:
+        store_chosen(scores, pages, num_pages, budget, SINK, LAST, BLOCK, FORCED)
+    else:
+        if num_pages <= 1024:
+            store_chosen(scores, pages, num_pages, budget, SINK, LAST, 1024, FORCED)
+        else:
+            if BLOCK <= 4096:
+                store_chosen(scores, pages, num_pages, budget, SINK, LAST, BLOCK, FORCED)
+            else:
+                if num_pages <= 4096:
+                    store_chosen(scores, pages, num_pages, budget, SINK, LAST, 4096, FORCED)
+                else:
+                    store_chosen(scores, pages, num_pages, budget, SINK, LAST, BLOCK, FORCED)
 
 
 @triton.jit
@@ -219,20 +253,7 @@ def store_list(
     """Choose the pages of one row and write its list; returns the number of pages."""
     num_pages = tl.minimum((length + PAGE - 1) // PAGE, width)
     budget = budget_of(num_pages, MIN_PAGES, RATIO, SLACK)
-    # A row is as wide as the server's longest context; most contexts are far shorter.
-    if BLOCK <= 1024:
-        store_chosen(scores, pages, num_pages, budget, SINK, LAST, BLOCK)
-    else:
-        if num_pages <= 1024:
-            store_chosen(scores, pages, num_pages, budget, SINK, LAST, 1024)
-        else:
-            if BLOCK <= 4096:
-                store_chosen(scores, pages, num_pages, budget, SINK, LAST, BLOCK)
-            else:
-                if num_pages <= 4096:
-                    store_chosen(scores, pages, num_pages, budget, SINK, LAST, 4096)
-                else:
-                    store_chosen(scores, pages, num_pages, budget, SINK, LAST, BLOCK)
+    store_fitting(scores, pages, num_pages, budget, SINK, LAST, BLOCK, True)
     count = tl.minimum(budget, num_pages)
     column = tl.arange(0, LIST_BLOCK)
     tl.store(pages + column, -1, mask=(column >= count) & (column < list_width))

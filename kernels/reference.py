@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aspire_sglang.context.layer_lists import LayerLists
 from aspire_sglang.context.page_lists import PageLists
 from aspire_sglang.context.selection import Reduction
 from aspire_sglang.kernels.vote_rows import VOTERS, VoteRows
@@ -126,6 +127,50 @@ def select_pages(
         lists.pages[slot, :count] = torch.tensor(chosen, dtype=torch.int32)
         lists.counts[slot] = count
         lists.built_for[slot] = int(context_lens[row])
+
+
+def select_shared(
+    page_scores: Tensor, context_lens: Tensor, slots: Tensor, lists: LayerLists
+) -> None:
+    """:func:`aspire_sglang.kernels.layer_selection.select_shared`."""
+    config, width = lists.config, lists.ranked.shape[1]
+    for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        pages = config.num_pages(int(context_lens[row]))
+        free, forced = _ranked_pages(page_scores[row], pages, lists)
+        total = min(config.budget_pages(pages), pages)
+        best = [*forced, *free][: min(total, width)]
+        lists.ranked[slot, : len(best)] = torch.tensor(best, dtype=torch.int32)
+        lists.ranked_counts[slot], lists.totals[slot] = len(best), total
+        lists.built_for[slot] = int(context_lens[row])
+
+
+def select_own(page_scores: Tensor, context_lens: Tensor, slots: Tensor, lists: LayerLists) -> None:
+    """:func:`aspire_sglang.kernels.layer_selection.select_own`."""
+    config = lists.config
+    for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        pages = config.num_pages(int(context_lens[row]))
+        spare = config.budget_pages(pages) - config.sink_pages - config.last_pages
+        # Python rounds halves to even as well.
+        wanted = min(round(lists.own_share * spare), lists.own.shape[2])
+        for number in range(lists.num_lists):
+            free, _ = _ranked_pages(page_scores[number, row], pages, lists)
+            best = torch.tensor(free[:wanted], dtype=torch.int32)
+            lists.own[slot, number, : len(best)] = best
+            lists.own_counts[slot] = len(best)
+
+
+def _ranked_pages(scores: Tensor, pages: int, lists: LayerLists) -> tuple[list[int], list[int]]:
+    """The free pages of a context, best first, and the others in order."""
+    config, greatest = lists.config, torch.finfo(torch.float32).max
+    values = scores[:pages].nan_to_num(-greatest, greatest, -greatest).tolist()
+    free = [p for p in range(pages) if config.sink_pages <= p < pages - config.last_pages]
+    forced = [page for page in range(pages) if page not in free]
+    # A stable sort: of equal scores the lowest page comes first.
+    return sorted(free, key=lambda page: -values[page]), forced
 
 
 def build_tables(

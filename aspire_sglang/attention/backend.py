@@ -176,6 +176,7 @@ def sparse_context(model_runner: Any, config: ContextConfig) -> SparseContext:
             layer=(num_layers - 1) // 2 if layer is None else layer,
             same_step=config.refresh_applies == "same_step",
             own_share=config.own_share,
+            list_layers=config.list_layers,
             group_layers=tuple(groups or ()),
             full_layers=config.full_layers,
         ),

@@ -82,7 +82,7 @@ class CpuAttention:
         scale: float,
         out: Tensor | None = None,
         logit_cap: float = 0.0,
-        layer: int = 0,
+        number: int = 0,
     ) -> Tensor:
         """Attention of every row over its keys.
 
@@ -94,7 +94,7 @@ class CpuAttention:
             scale: factor of the scores.
             out: ``[T, Hq, D]`` to write to; allocated if None.
             logit_cap: ``c`` of ``c * tanh(score / c)``; 0 for none.
-            layer: which slots to read, of rows that have some per layer.
+            number: which slots to read, of rows that have several lists of them.
 
         Returns:
             ``out``, in the dtype of ``q``.
@@ -112,7 +112,7 @@ class CpuAttention:
         target = out if direct else torch.empty_like(queries)
         write_scales(self._call, [scale], [logit_cap])
         keys, values = np.array([k.data_ptr()]), np.array([v.data_ptr()])
-        items = self.prepare(self._call, keys, values, queries, target, plan, layer)
+        items = self.prepare(self._call, keys, values, queries, target, plan, number)
         self._program.items[:] = items
         self._program.run()
         if not direct:
@@ -128,6 +128,7 @@ class CpuAttention:
         out: Tensor,
         plan: RowsPlan,
         first: int = 0,
+        list_layers: int = 1,
     ) -> tuple[int, int]:
         """Fill in the records of consecutive layers, for a program that runs ``phases``.
 
@@ -137,6 +138,7 @@ class CpuAttention:
             q, out: float32 ``[T, Hq, D]``, contiguous; ``q`` is written before the phases run.
             plan: of all these layers; what its rows need must not change until the program ends.
             first: the first layer.
+            list_layers: layers that read the same slots, of rows that have several lists of them.
 
         Returns:
             Items of the two phases.
@@ -145,9 +147,9 @@ class CpuAttention:
             ValueError: shapes that do not fit.
         """
         self._check_queries(q, plan)
-        last = first + len(jobs) - 1
-        if not 0 <= first <= last < plan.layers:
-            raise ValueError(f"layer {last} of rows with slots for {plan.layers} layers")
+        numbers = np.arange(first, first + len(jobs)) // list_layers
+        if not 0 <= numbers[0] <= numbers[-1] < plan.lists:
+            raise ValueError(f"list {numbers[-1]} of rows with {plan.lists} lists of slots")
         if self._lse.shape[0] < plan.tokens:
             self._lse = torch.empty(plan.tokens, self._num_heads)
         if plan is not self._planned or self._scratch.shape[0] != torch.get_num_threads():
@@ -159,7 +161,7 @@ class CpuAttention:
         jobs["k"], jobs["v"] = keys, values
         jobs["q"], jobs["out"] = q.data_ptr(), out.data_ptr()
         jobs["lse"] = self._lse.data_ptr()
-        jobs["layer"] = np.arange(first, first + len(jobs))
+        jobs["list"] = numbers
         kv_heads = self._pool_shape[0]
         return len(plan.pieces) * kv_heads, len(plan.merges) * kv_heads
 

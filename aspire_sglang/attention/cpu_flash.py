@@ -211,7 +211,7 @@ def attend_wide(job, piece, head, scratch):
     width = padded(job.dim)
     group = job.num_heads // job.num_kv_heads
     blocks = -(-piece.tokens * group // WIDTH)
-    slots = piece.slots + job.layer * piece.layer_stride
+    slots = piece.slots + job.list * piece.list_stride
     keys = scratch
     values = keys + 4 * KEYS * width
     scores = values + 4 * KEYS * width

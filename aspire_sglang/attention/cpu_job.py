@@ -21,8 +21,8 @@ PIECE = np.dtype(
         ("token", np.int64),  # first query token in the flat batch
         ("tokens", np.int64),
         ("position", np.int64),  # of the first query token among the row's keys
-        ("slots", np.int64),  # address of int32 slots of the row's keys, in layer 0
-        ("layer_stride", np.int64),  # bytes from a layer's slots to the next one's, 0 if shared
+        ("slots", np.int64),  # address of int32 slots of the row's keys, list 0
+        ("list_stride", np.int64),  # bytes from a list of slots to the next, 0 if there is one
         ("first", np.int64),  # keys first .. stop
         ("stop", np.int64),
         (
@@ -65,7 +65,7 @@ JOB = np.dtype(
         ("v", np.int64),
         ("kv_type", np.int64),
         ("num_slots", np.int64),
-        ("layer", np.int64),
+        ("list", np.int64),  # of slots, which the layer reads
         ("num_heads", np.int64),
         ("num_kv_heads", np.int64),
         ("dim", np.int64),

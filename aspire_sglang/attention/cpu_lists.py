@@ -1,7 +1,7 @@
 """Page lists per layer as KV slots: the CPU path's kernel for draft rows.
 
-Computes what :meth:`aspire_sglang.context.layer_lists.LayerLists.draft_pages` defines, for some
-layers, and looks the pages' slots up in the request table.
+Computes what :meth:`aspire_sglang.context.layer_lists.LayerLists.draft_pages` defines and looks the
+pages' slots up in the request table. Layers that share their own pages have one list.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aspire_sglang.context.layer_lists import LayerLists
 #: A draft row.
 READER = np.dtype(
     [
-        ("own", np.int64),  # address of int32 [layers, own_width]
+        ("own", np.int64),  # address of int32 [lists, own_width]
         ("own_count", np.int64),
         ("ranked", np.int64),  # address of int32 [ranked_count]
         ("ranked_count", np.int64),
@@ -26,14 +26,14 @@ READER = np.dtype(
         ("head", np.int64),  # pages to read before it
         ("position", np.int64),  # of the query
         ("table", np.int64),  # address of int32 slots by position
-        ("slots", np.int64),  # address of the result, int32 [layers, length]
+        ("slots", np.int64),  # address of the result, int32 [lists, length]
         ("length", np.int64),
     ]
 )
 CALL = np.dtype(
     [
         ("readers", np.int64),  # address of READER records
-        ("num_layers", np.int64),
+        ("num_lists", np.int64),
         ("own_width", np.int64),
         ("page_size", np.int64),
         ("sink_pages", np.int64),
@@ -45,7 +45,7 @@ _compiled = njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cf
 
 
 @_compiled
-def _list_head(call, reader, layer, listed):
+def _list_head(call, reader, number, listed):
     """Mark the pages to read before the tail."""
     for page in range(reader.tail):
         listed[page] = 0
@@ -54,7 +54,7 @@ def _list_head(call, reader, layer, listed):
         listed[page] = 1
         room -= 1
     for i in range(reader.own_count):
-        page = get_int32(reader.own, layer * call.own_width + i)
+        page = get_int32(reader.own, number * call.own_width + i)
         if room > 0 and page < reader.tail and listed[page] == 0:
             listed[page] = 1
             room -= 1
@@ -74,8 +74,8 @@ def _list_head(call, reader, layer, listed):
 
 
 @_compiled
-def _write_slots(call, reader, layer, listed):
-    at = layer * reader.length
+def _write_slots(call, reader, number, listed):
+    at = number * reader.length
     size = call.page_size
     for page in range(reader.tail):
         if listed[page]:
@@ -89,22 +89,22 @@ def _write_slots(call, reader, layer, listed):
 
 @work
 def list_slots(argument, item, thread):
-    """The work of a phase: the list of a row at a layer; its argument is the address of a ``CALL``.
+    """The work of a phase: one list of a row; its argument is the address of a ``CALL``.
 
-    Items are rows by layers.
+    Items are rows by lists.
     """
     call = carray(_calls(argument), 1)[0]
-    reader = carray(_readers(call.readers), item + 1)[item // call.num_layers]
-    layer = item % call.num_layers
+    reader = carray(_readers(call.readers), item + 1)[item // call.num_lists]
+    number = item % call.num_lists
     listed = np.empty(call.most_pages, dtype=np.uint8)
-    _list_head(call, reader, layer, listed)
-    _write_slots(call, reader, layer, listed)
+    _list_head(call, reader, number, listed)
+    _write_slots(call, reader, number, listed)
 
 
 def draft_slots(
     lists: LayerLists, slots: list[int], positions: list[int], table: Tensor
 ) -> list[Tensor]:
-    """KV slots that draft rows read at every layer.
+    """KV slots that draft rows read, by every list.
 
     Args:
         lists: the page lists.
@@ -113,7 +113,7 @@ def draft_slots(
         table: int32 ``[num_slots, width]``, contiguous: KV slot of each position.
 
     Returns:
-        Per row int32 ``[num_layers, L]``: in order of position, the query's own last.
+        Per row int32 ``[num_lists, L]``: in order of position, the query's own last.
 
     Raises:
         ValueError: if a position lies behind the table.
@@ -131,7 +131,7 @@ def draft_slots(
     for n, (own, ranked) in enumerate(counts):
         slot, position, tail, head = slots[n], positions[n], tails[n], heads[n]
         length = head * size + position + 1 - tail * size
-        result.append(torch.empty(lists.num_layers, length, dtype=torch.int32))
+        result.append(torch.empty(lists.num_lists, length, dtype=torch.int32))
         readers[n] = (
             lists.own[slot].data_ptr(),
             own,
@@ -146,10 +146,10 @@ def draft_slots(
         )
     call = np.zeros(1, CALL)
     call["readers"] = readers.ctypes.data
-    call["num_layers"], call["own_width"] = lists.num_layers, lists.own.shape[-1]
+    call["num_lists"], call["own_width"] = lists.num_lists, lists.own.shape[-1]
     call["page_size"], call["sink_pages"] = size, lists.config.sink_pages
     call["most_pages"] = max(tails, default=0)
     program = Program(list_slots)
-    program.argument[0], program.items[0] = call.ctypes.data, len(readers) * lists.num_layers
+    program.argument[0], program.items[0] = call.ctypes.data, len(readers) * lists.num_lists
     program.run()
     return result

@@ -22,8 +22,8 @@ class CpuMixedAttention:
     Full rows read their whole context at every layer. Draft rows read their sparse context, except
     at the refresh layer, where they read everything and choose a new one.
 
-    A plan holds for all layers that read alike, a new list ends it; lists of single layers are one
-    plan too, as all layers of a row read equally many keys.
+    A plan holds for all layers that read and vote alike, a new list ends it; lists of single layers
+    or of groups of them are one plan too, as all layers of a row read equally many keys.
 
     Args:
         num_heads: query heads.
@@ -60,6 +60,9 @@ class CpuMixedAttention:
             # A short prompt makes no list; the last owner of its slot may have left one.
             self.context.forget([rows.slots[row] for row in rows.full_rows])
         self._plans: dict[tuple[int, frozenset[int], frozenset[int]], RowsPlan] = {}
+        # Slots that draft rows read, by shared list and row: plans that differ in who votes share
+        # them.
+        self._read: dict[int, dict[int, Tensor]] = {}
 
     def attend(self, layer: Any, q: Tensor, out: Tensor) -> None:
         """Attention of one layer; the KV of the new tokens is already in the pool.
@@ -72,7 +75,8 @@ class CpuMixedAttention:
         number = layer.layer_id
         k, v = self._pool.head_major(number)
         plan = self._plan_of(number, self._voters(number))
-        self._attention.attend(q, k, v, plan, layer.scaling, out, layer.logit_cap, number)
+        at = 0 if self.context is None else self.context.own_list(number)
+        self._attention.attend(q, k, v, plan, layer.scaling, out, layer.logit_cap, at)
         self.attended(number)
 
     @property
@@ -105,7 +109,10 @@ class CpuMixedAttention:
             stop += 1
         keys, values = self._addresses(first)
         part = slice(first, stop)
-        items = self._attention.prepare(jobs[part], keys[part], values[part], q, out, plan, first)
+        share = 1 if self.context is None else self.context.refresh.list_layers
+        items = self._attention.prepare(
+            jobs[part], keys[part], values[part], q, out, plan, first, share
+        )
         return stop, items
 
     def _addresses(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
@@ -125,7 +132,7 @@ class CpuMixedAttention:
             plan = self._plan_of(number, voters)
             if self.context is not None and not self.context.refresh.same_step:
                 # Layers above go on with the old list.
-                self._plan_of(number + 1, self._voters(number + 1))
+                self._lists(self._drafts, number + 1)
             self._vote(number, plan, [row for row in self._order if row in voters])
 
     def _voters(self, layer: int) -> frozenset[int]:
@@ -158,22 +165,28 @@ class CpuMixedAttention:
     def _plan_rows(self, layer: int, voters: frozenset[int], whole: frozenset[int]) -> RowsPlan:
         """Plan the rows in order of their tokens; ``whole`` and full rows read everything."""
         rows = self._rows
-        sparse = [row for row in self._drafts if row not in whole]
-        lists = dict(zip(sparse, self._lists(sparse, layer), strict=True))
+        lists = self._lists([row for row in self._drafts if row not in whole], layer)
         planned = []
         for row in self._order:
-            slots = lists.get(row)
+            slots = None if row in whole else lists.get(row)
             if slots is None:
                 slots = self._table[rows.slots[row], : rows.context_lens[row]]
             voting = self._queries_that_vote(row) if row in voters else ()
             planned.append(Row(slots, rows.q_lens[row], voting))
         return self._attention.plan(planned)
 
-    def _lists(self, rows: list[int], layer: int) -> list[Tensor]:
-        """The slots that some draft rows read at a layer, or at every layer."""
+    def _lists(self, rows: list[int], layer: int) -> dict[int, Tensor]:
+        """The slots that draft rows read at a layer, or by every list, at least for ``rows``."""
         context = self.context
-        if not rows or context is None:
-            return []
+        if context is None:
+            return {}
+        known = self._read.setdefault(context.group(layer), {})
+        rows = [row for row in rows if row not in known]
+        if rows:
+            known.update(zip(rows, self._list_slots(context, rows, layer), strict=True))
+        return known
+
+    def _list_slots(self, context: SparseContext, rows: list[int], layer: int) -> list[Tensor]:
         slots = [self._rows.slots[row] for row in rows]
         queries = [self._rows.context_lens[row] - 1 for row in rows]
         if context.layer_lists is not None:
@@ -199,10 +212,11 @@ class CpuMixedAttention:
             context.vote(slots, _padded(scores), lens, layer)
             if self._drafts and context.refresh.drafts_vote and context.refresh.same_step:
                 self._plans.clear()
+                self._read.clear()
         full = [place for place, row in enumerate(voters) if not self._rows.draft[row]]
         if context.layer_lists is not None and full:
             self._own_scores.append(_padded([scores[place] for place in full]))
-            if layer == context.last_layer:
+            if context.completes_own(layer):
                 own = torch.stack(self._own_scores, dim=1)
                 context.layer_lists.set_own(slots[full], own, lens[full])
 

@@ -100,7 +100,7 @@ def narrow_kernel(queries: int, dim: int, kv_type: str) -> Any:
         for g in range(queries):
             store(state, 2 * g * LANES, splat(np.float32(HIDDEN)))
             store(state, (2 * g + 1) * LANES, splat(np.float32(0)))
-        slots = piece.slots + job.layer * piece.layer_stride
+        slots = piece.slots + job.list * piece.list_stride
         keys = job.k + head * job.num_slots * dim * size
         values = job.v + head * job.num_slots * dim * size
         for first in range(piece.first, piece.stop, _KEYS):

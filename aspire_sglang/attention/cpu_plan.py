@@ -29,7 +29,7 @@ class Row:
 
     Attributes:
         slots: int32 ``[L]``, contiguous: slot of every key, in order of position; or
-            ``[layers, L]`` where layers read different keys. The row's query tokens are the last
+            ``[lists, L]`` where layers read different keys. The row's query tokens are the last
             ones, each sees the keys up to itself.
         tokens: query tokens, at least 1.
         voters: up to two query tokens, counted from the row's first, whose attention scores the
@@ -46,8 +46,8 @@ class Row:
         return self.slots.shape[-1]
 
     @property
-    def layers(self) -> float:
-        """Layers that the row has slots for; infinite if they share them."""
+    def lists(self) -> float:
+        """Lists of slots that the row has; infinite if all layers share one."""
         return self.slots.shape[0] if self.slots.dim() == 2 else math.inf
 
 
@@ -77,9 +77,9 @@ class RowsPlan:
     votes: Tensor = field(repr=False)
 
     @property
-    def layers(self) -> float:
-        """Layers that every row has slots for."""
-        return min((row.layers for row in self.rows), default=math.inf)
+    def lists(self) -> float:
+        """Lists of slots that every row has."""
+        return min((row.lists for row in self.rows), default=math.inf)
 
 
 def plan_rows(rows: Sequence[Row], num_heads: int, num_kv_heads: int, num_slots: int) -> RowsPlan:
@@ -171,7 +171,7 @@ def _cut(row: Row, start: int, group: int) -> list[dict[str, int]]:
             "tokens": min(most, row.tokens - first),
             "position": before + first,
             "slots": row.slots.data_ptr(),
-            "layer_stride": stride,
+            "list_stride": stride,
             "first": 0,
             "stop": before + min(first + most, row.tokens),
             "partial": -1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,6 +120,11 @@ class Fa3MixedPlan:
         self._step = step
         self._num_splits = num_splits
         self._metadata = metadata
+
+    def over(self, page_table: Tensor) -> Fa3MixedPlan:
+        # The schedule was made from lengths alone.
+        step = replace(self._step, page_table=page_table)
+        return Fa3MixedPlan(self._library, self._spec, step, self._num_splits, self._metadata)
 
     def run(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -63,9 +64,7 @@ class FlashInferMixedAttention:
         """
         key = (step.page_table.data_ptr(), *step.page_table.shape)
         if key not in self._plans:
-            self._plans[key] = FlashInferMixedPlan(
-                self._wrapper_class, self.spec, self._workspace, step.page_table
-            )
+            self._plans[key] = FlashInferMixedPlan(self, step.page_table)
         plan = self._plans[key]
         plan.update(step)
         return plan
@@ -74,19 +73,20 @@ class FlashInferMixedAttention:
 class FlashInferMixedPlan:
     """One page table and the division of its rows' work; see ``MixedPlan``."""
 
-    def __init__(self, wrapper_class: Any, spec: AttentionSpec, workspace: Tensor, table: Tensor):
+    def __init__(self, attention: FlashInferMixedAttention, table: Tensor):
         if not table.is_contiguous():
             raise ValueError("flashinfer: the page table must be contiguous")
         rows, width = table.shape
         device = table.device
-        self._spec = spec
+        self._attention = attention
+        self._spec = attention.spec
         self._table = table
         self._qo_indptr = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self._kv_indptr = torch.arange(rows + 1, dtype=torch.int32, device=device) * width
         self._rest = torch.zeros(rows, dtype=torch.int32, device=device)
         self._nothing = torch.empty(0, dtype=torch.int32, device=device)
-        self._wrapper = wrapper_class(
-            workspace,
+        self._wrapper: Any = attention._wrapper_class(
+            attention._workspace,
             "NHD",
             use_cuda_graph=True,
             qo_indptr_buf=self._qo_indptr,
@@ -97,8 +97,13 @@ class FlashInferMixedPlan:
             backend="fa2",
         )
 
+    def over(self, page_table: Tensor) -> FlashInferMixedPlan:
+        # Its buffers belong to one table, so the work is divided anew, on the host.
+        return self._attention.plan(replace(self._step, page_table=page_table))
+
     def update(self, step: MixedStep) -> None:
         """Divide the rows' present lengths among the processors."""
+        self._step = step
         spec = self._spec
         host = step.host or HostLengths(step.cache_seqlens.tolist(), step.cu_seqlens_q.tolist())
         self._tokens = host.cu_seqlens_q[-1]

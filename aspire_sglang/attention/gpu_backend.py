@@ -17,6 +17,7 @@ from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBac
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from aspire_sglang.attention import gpu_mixed
+from aspire_sglang.attention.gpu_layered import create_gpu_attention
 from aspire_sglang.attention.gpu_mixed import GpuMixedAttention
 from aspire_sglang.attention.mixed import AttentionSpec, create_mixed_attention
 from aspire_sglang.attention.step_buffers import StepBuffers
@@ -72,7 +73,7 @@ class GpuAttentionBackend(FlashAttentionBackend):
         spec = self._spec
         shape = max_rows * width, spec.num_heads, spec.head_dim
         self._out = torch.zeros(shape, dtype=spec.dtype, device=model_runner.device)
-        self._mixed = GpuMixedAttention(
+        self._mixed = create_gpu_attention(
             create_mixed_attention("fa3", self._spec, max_seqlen_q=width),
             sparse_context(model_runner, self._context_config),
             req_to_token=pool.req_to_token,
@@ -94,7 +95,7 @@ class GpuAttentionBackend(FlashAttentionBackend):
     @property
     def drafts_vote(self) -> bool:
         """Whether draft rows choose their pages anew at every step."""
-        return self.context is not None and self.context.refresh.source == "refresh"
+        return self.context is not None and self.context.refresh.drafts_vote
 
     def configure_context(self, config: ContextConfig) -> SparseContext:
         """The sparse contexts in use.

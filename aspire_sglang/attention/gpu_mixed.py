@@ -19,6 +19,7 @@ from torch import Tensor
 
 from aspire_sglang.attention.mixed import MixedAttention, MixedPlan, MixedStep
 from aspire_sglang.attention.step_buffers import StepView
+from aspire_sglang.context.page_lists import PageLists
 from aspire_sglang.context.sparse import SparseContext
 from aspire_sglang.kernels.page_scores import page_scores
 from aspire_sglang.kernels.page_selection import select_pages
@@ -33,18 +34,19 @@ REFRESH_READS_ALL = False
 
 @dataclass(frozen=True)
 class _Table:
-    """``pages``: ``[max_rows, W]`` int32. ``lens``: ``[max_rows]`` int32 tokens listed."""
+    """``pages``: ``[lists, max_rows, W]`` int32. ``lens``: ``[max_rows]`` int32 tokens listed, the
+    same by every list."""
 
     pages: Tensor
     lens: Tensor
 
     def step(self, cu_seqlens_q: Tensor, max_seqlen_q: int) -> MixedStep:
         rows = cu_seqlens_q.shape[0] - 1
-        return MixedStep(self.pages[:rows], self.lens[:rows], cu_seqlens_q, max_seqlen_q)
+        return MixedStep(self.pages[0, :rows], self.lens[:rows], cu_seqlens_q, max_seqlen_q)
 
 
 class GpuMixedAttention:
-    """Plans once per step, then attends layer by layer.
+    """Plans once per step, then attends layer by layer. Layers share one page list of a request.
 
     Args:
         attention: the kernel behind it.
@@ -58,9 +60,12 @@ class GpuMixedAttention:
             pages: one message a step, of a number per page of each row place.
 
     Raises:
-        ValueError: if lists of the context's pages cannot name pages of the pool, or layers have
-            lists of their own.
+        ValueError: if lists of the context's pages cannot name pages of the pool, or several layers
+            refresh them.
     """
+
+    _scores: Tensor
+    """``[lists, max_rows, pages]`` float32, of a list's voters."""
 
     def __init__(
         self,
@@ -74,11 +79,8 @@ class GpuMixedAttention:
         refresh_reads_all: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        if context.refresh.list_per_layer or context.refresh.source == "delta":
-            raise ValueError(
-                f"context.selection {context.refresh.source} runs on a CPU only: on a GPU use "
-                "refresh, last_verify or window"
-            )
+        if context.refresh.source == "delta":
+            raise ValueError("context.selection delta runs on a CPU only: on a GPU use another one")
         if context.selection.page_size % page_size:
             raise ValueError(
                 f"the sparse context's page_size {context.selection.page_size} must be a multiple "
@@ -90,12 +92,15 @@ class GpuMixedAttention:
         self._req_to_token = req_to_token
         self._page_size = page_size
         self._max_seqlen_q = max_seqlen_q
-        self._reads_all = refresh_reads_all and context.refresh.source == "refresh"
+        self._reads_all = refresh_reads_all and context.refresh.drafts_vote
         device, width = req_to_token.device, req_to_token.shape[1]
-        self._full = self._new_table(max_rows, width, device)
-        self._sparse = self._new_table(max_rows, width, device)
+        lists = 1 if context.layer_lists is None else context.layer_lists.num_lists
+        self._full = self._new_table(1, max_rows, width, device)
+        self._sparse = self._new_table(lists, max_rows, width, device)
         self._scores = torch.zeros(
-            (max_rows, context.selection.num_pages(width)), dtype=torch.float32, device=device
+            (lists, max_rows, context.selection.num_pages(width)),
+            dtype=torch.float32,
+            device=device,
         )
         self._all_full = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._ones_indptr = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
@@ -147,7 +152,7 @@ class GpuMixedAttention:
             step.context_lens,
             step.draft,
             context.lists,
-            self._sparse.pages[:rows],
+            self._sparse.pages[0, :rows],
             self._sparse.lens[:rows],
             kv_page_size=self._page_size,
         )
@@ -168,17 +173,26 @@ class GpuMixedAttention:
         self._prefill = (slots, seq_lens, q_ends.long() - 1, self._attention.plan(step))
 
     def vote_prefill(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Make the first page lists, at the refresh layer of a prefill; arguments as ``attend``."""
+        """Make the first page lists, where full rows vote; arguments as ``attend``."""
+        scores = self._score_prefill(layer, q, k, v)
+        slots, seq_lens, *_ = self._prefill
+        select_pages(scores, seq_lens, slots, self.context.lists)
+
+    def _score_prefill(
+        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, number: int = 0
+    ) -> Tensor:
         slots, seq_lens, last, plan = self._prefill
         rows = slots.shape[0]
         queries = q[last]
         _, lse = plan.run(queries, k, v, return_lse=True)
         assert lse is not None
         voters = torch.stack([self._ones_indptr[:rows], self._no_second[:rows]], dim=1)
-        scores = self._score(layer, queries, lse, k, VoteRows(slots, voters, seq_lens - 1))
-        select_pages(scores, seq_lens, slots, self.context.lists)
+        return self._score(layer, queries, lse, k, VoteRows(slots, voters, seq_lens - 1), number)
 
-    def _score(self, layer: Any, q: Tensor, lse: Tensor, k: Tensor, votes: VoteRows) -> Tensor:
+    def _score(
+        self, layer: Any, q: Tensor, lse: Tensor, k: Tensor, votes: VoteRows, number: int = 0
+    ) -> Tensor:
+        """``[R, pages]`` scores of the rows, for the list ``number``."""
         selection = self.context.selection
         scores = page_scores(
             q,
@@ -186,7 +200,7 @@ class GpuMixedAttention:
             k,
             self._req_to_token,
             votes,
-            self._scores[: votes.slots.shape[0]],
+            self._scores[number, : votes.slots.shape[0]],
             page_size=selection.page_size,
             scale=layer.scaling,
             reduction=selection.reduction,
@@ -201,21 +215,25 @@ class GpuMixedAttention:
         return self._attention.plan(table.step(step.cu_seqlens_q, self._max_seqlen_q))
 
     def _build(self, table: _Table, slots: Tensor, context_lens: Tensor, draft: Tensor) -> None:
+        """One page table per row."""
         rows = slots.shape[0]
         build_tables(
             self._req_to_token,
             slots,
             context_lens,
             draft,
-            self.context.lists,
-            table.pages[:rows],
+            self._page_lists(),
+            table.pages[0, :rows],
             table.lens[:rows],
             kv_page_size=self._page_size,
         )
 
-    def _new_table(self, max_rows: int, width: int, device: torch.device) -> _Table:
+    def _page_lists(self) -> PageLists:
+        return self.context.lists
+
+    def _new_table(self, lists: int, max_rows: int, width: int, device: torch.device) -> _Table:
         columns = -(-width // self._page_size)
         return _Table(
-            torch.zeros((max_rows, columns), dtype=torch.int32, device=device),
+            torch.zeros((lists, max_rows, columns), dtype=torch.int32, device=device),
             torch.zeros(max_rows, dtype=torch.int32, device=device),
         )

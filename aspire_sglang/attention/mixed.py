@@ -111,6 +111,10 @@ class MixedStep:
 class MixedPlan(Protocol):
     """One planned step; runs for any layer, and again after its page table changed in place."""
 
+    def over(self, page_table: Tensor) -> MixedPlan:
+        """The same rows, of the same lengths, over another page table of the same shape."""
+        ...
+
     def run(
         self,
         q: Tensor,

@@ -29,6 +29,7 @@ class StepView:
         pending: ``[R]`` int32 drafts before this step (``k``).
         draft: ``[R]`` int32, 1 for draft rows.
         voting: ``[R]`` int32 as ``slots``, -1 where the row does not vote for its pages.
+        verifying: ``[R]`` int32 as ``slots``, -1 for draft rows.
         cu_seqlens_q: ``[R + 1]`` int32.
         voters: ``[R, 2]`` int32 query tokens that vote, -1 for none.
         token_row: ``[T]`` int32, -1 for padding.
@@ -53,6 +54,7 @@ class StepView:
     temperature: Tensor
     key_low: Tensor
     key_high: Tensor
+    verifying: Tensor
     row_lens: Tensor
     context_lens: Tensor
     input_ids: Tensor
@@ -151,6 +153,7 @@ class StepBuffers:
             temperature=section(rows).view(torch.float32),
             key_low=section(rows),
             key_high=section(rows),
+            verifying=section(rows),
             row_lens=self._row_lens[:rows],
             context_lens=self._context_lens[:rows],
             input_ids=input_ids[:tokens],
@@ -170,7 +173,7 @@ class StepBuffers:
     def load_inert(self, rows: int, tokens: int) -> StepView:
         """A step of padding only, for warming up and for capturing a graph."""
         view = self.view(rows, tokens)
-        for name in ("slots", "voting", "voters", "token_row"):
+        for name in ("slots", "voting", "verifying", "voters", "token_row"):
             getattr(view, name).fill_(-1)
         for name in ("order", "pending", "draft", "cu_seqlens_q", "token_step", "row_lens"):
             getattr(view, name).zero_()
@@ -182,7 +185,7 @@ class StepBuffers:
 def _sections(rows: int, tokens: int) -> list[int]:
     """Where each packed section starts, and the length of all."""
     starts = [0]
-    for size in (*[rows] * 5, rows + 1, 2 * rows, tokens, tokens, *[rows] * 3):
+    for size in (*[rows] * 5, rows + 1, 2 * rows, tokens, tokens, *[rows] * 4):
         starts.append(starts[-1] + -(-size // ALIGN) * ALIGN)
     return starts
 
@@ -297,4 +300,6 @@ def pack_step(step: HostStep, rows: int, tokens: int, *, drafts_vote: bool) -> n
         halves = step.keys[step.order].view(np.int32).reshape(count, 2)
         section(10, count)[:] = halves[:, 0]
         section(11, count)[:] = halves[:, 1]
+    section(12, rows)[:] = -1
+    section(12, count)[:] = np.where(draft, -1, slots)
     return packed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -142,6 +142,10 @@ class TritonMixedPlan:
         self._step = step
         self._row_blocks = row_blocks
         self._pieces = pieces
+
+    def over(self, page_table: Tensor) -> TritonMixedPlan:
+        step = replace(self._step, page_table=page_table)
+        return TritonMixedPlan(self._attention, step, self._row_blocks, self._pieces)
 
     def run(
         self,

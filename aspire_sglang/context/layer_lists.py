@@ -1,5 +1,7 @@
 """A page list per layer: the layer's own pages, filled up from a list that all layers share.
 
+Neighbouring layers may share their own pages as well; then one layer stands for all of them.
+
 A layer's *own* pages are the best by its own attention at the last verify: fitting, but as old as
 that verify. The *ranked* pages are shared by all layers and as new as the last vote of the refresh
 layer, which can be the draft step before. A draft row reads, at every layer, the layer's own
@@ -21,14 +23,15 @@ from aspire_sglang.context.selection import SelectionConfig, pages_of, rank_page
 
 
 class LayerLists:
-    """Page lists by request slot and layer.
+    """Page lists by request slot and layer, or group of layers that read alike.
 
     A slot without a list reads a window, as in :class:`~aspire_sglang.context.PageLists`; and as
     there, every row reads the *tail*: the last pages, and all pages that no vote has seen.
 
     Attributes:
-        own: ``[num_slots, num_layers, own_width]`` int32 own pages, up to ``own_counts``.
-        own_counts: ``[num_slots]`` int64, the same in every layer.
+        own: ``[num_slots, num_lists, own_width]`` int32 own pages, best first, up to
+            ``own_counts``.
+        own_counts: ``[num_slots]`` int64, the same in every list.
         ranked: ``[num_slots, ranked_width]`` int32 shared pages, best first, up to
             ``ranked_counts``. Sink and last pages come first.
         ranked_counts: ``[num_slots]`` int64.
@@ -40,7 +43,7 @@ class LayerLists:
     def __init__(
         self,
         num_slots: int,
-        num_layers: int,
+        num_lists: int,
         max_pages: int,
         config: SelectionConfig,
         own_share: float,
@@ -49,6 +52,7 @@ class LayerLists:
         """Allocate the state once.
 
         Args:
+            num_lists: lists per slot: layers, or groups of layers.
             max_pages: longest list; ``config.budget_pages`` of the longest context.
             own_share: part of the budget, less sink and last pages, for a layer's own pages; at 1
                 the ranked pages are the sink and last ones only.
@@ -64,7 +68,7 @@ class LayerLists:
             raise ValueError(f"max_pages ({max_pages}) must hold {forced} sink and last pages")
         self.config = config
         self.own_share = own_share
-        self.num_layers = num_layers
+        self.num_lists = num_lists
         own_width = self._own_pages(max_pages)
         ranked_width = forced if own_share == 1.0 else max_pages
 
@@ -74,7 +78,7 @@ class LayerLists:
         def pages(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self.own = pages(num_slots, num_layers, own_width)
+        self.own = pages(num_slots, num_lists, own_width)
         self.ranked = pages(num_slots, ranked_width)
         self.own_counts, self.ranked_counts = counts(), counts()
         self.totals, self.built_for = counts(), counts()
@@ -115,11 +119,11 @@ class LayerLists:
         self.built_for[slots] = ranking.context_lens
 
     def set_own(self, slots: Tensor, page_scores: Tensor, context_lens: Tensor) -> None:
-        """New own pages of all layers.
+        """New own pages of all lists.
 
         Args:
             slots: ``[n]`` int64, distinct.
-            page_scores: ``[n, num_layers, P]`` float32 scores of every layer; overwritten.
+            page_scores: ``[n, num_lists, P]`` float32 scores for every list; overwritten.
             context_lens: ``[n]`` int tokens scored.
         """
         config, width = self.config, page_scores.shape[-1]
@@ -163,14 +167,14 @@ class LayerLists:
         return tails, torch.minimum(heads.clamp(min=config.sink_pages), tails)
 
     def draft_pages(self, slots: Tensor, query_positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Pages read by draft rows at every layer: the definition, and the CPU kernel's reference.
+        """Pages of every list that draft rows read: the definition, and the kernels' reference.
 
         Args:
             slots: ``[n]`` int64; a slot may repeat.
             query_positions: ``[n]`` int, position ``P`` of each query token.
 
         Returns:
-            ``pages [n, num_layers, K]`` int64, distinct and ascending, padded with 0, and
+            ``pages [n, num_lists, K]`` int64, distinct and ascending, padded with 0, and
             ``counts [n]`` int64. The last page of a row is the query's own, to be read up to ``P``.
         """
         tails, heads = self.spans(slots, query_positions)
@@ -179,7 +183,7 @@ class LayerLists:
         width = int(num_pages.max()) if num_pages.numel() else 0
         tail, room = tails.view(-1, 1, 1), heads.view(-1, 1, 1)
         page = torch.arange(width, device=self.own.device)
-        shape = (len(slots), self.num_layers, width + 1)
+        shape = (len(slots), self.num_lists, width + 1)
         # The last column takes what is not to be listed.
         listed = torch.zeros(shape, dtype=torch.bool, device=self.own.device)
         listed[..., :width] = (page < tail) & (page < self.config.sink_pages)
@@ -192,7 +196,7 @@ class LayerLists:
         listed.scatter_(-1, torch.where(taken, own, width), True)
         listed[..., width] = False
 
-        shared = self.ranked[slots].long()[:, None].expand(-1, self.num_layers, -1)
+        shared = self.ranked[slots].long()[:, None].expand(-1, self.num_lists, -1)
         taken = (self._columns < self.ranked_counts[slots].view(-1, 1, 1)) & (shared < tail)
         taken &= ~listed.gather(-1, shared.clamp(0, width))
         taken &= taken.cumsum(dim=-1) <= room - listed.sum(dim=-1, keepdim=True)

@@ -34,6 +34,8 @@ class RefreshConfig:
         layer: the layer whose attention votes.
         same_step: layers above it read a draft row's new list in the same step.
         own_share: ``hybrid``: part of the budget, less sink and last pages, for own pages.
+        list_layers: ``hybrid`` and ``last_verify_per_layer``: neighbouring layers that share their
+            own pages, chosen by one of them.
         group_layers: ``delta``: the voting layers, ascending.
         full_layers: ``delta``: first layers at which draft rows read everything.
     """
@@ -42,6 +44,7 @@ class RefreshConfig:
     layer: int
     same_step: bool
     own_share: float = 0.5
+    list_layers: int = 1
     group_layers: tuple[int, ...] = ()
     full_layers: int = 0
 
@@ -57,9 +60,25 @@ class RefreshConfig:
         """Whether draft rows vote, and read everything at the voting layers."""
         return self.source in ("refresh", "hybrid", "delta")
 
+    def own_voters(self, num_layers: int) -> tuple[int, ...]:
+        """The layers whose votes make own pages, one for each group of layers, ascending.
+
+        It is the middle layer of a group. Where the refresh layer belongs to the group, it is the
+        refresh layer, whose scores exist anyway.
+        """
+        if not self.list_per_layer:
+            return ()
+        voters = []
+        for first in range(0, num_layers, self.list_layers):
+            stop = min(first + self.list_layers, num_layers)
+            inside = first <= self.layer < stop
+            voters.append(self.layer if inside else (first + stop - 1) // 2)
+        return tuple(voters)
+
     @property
     def list_per_layer(self) -> bool:
-        """Whether every layer has a list of its own, which its own votes make."""
+        """Whether every layer, or group of ``list_layers`` layers, has a list of its own, which its
+        own votes make."""
         return self.source in ("hybrid", "last_verify_per_layer")
 
 
@@ -67,7 +86,9 @@ class SparseContext:
     """Page lists of all request slots together with the rule that refreshes them.
 
     Attributes:
-        layer_lists: a page list per layer, or None where layers share lists.
+        layer_lists: a page list per layer or group of layers, or None where all layers share lists.
+        num_layers: layers of the model.
+        own_voters: the layers whose votes make own pages, see :meth:`RefreshConfig.own_voters`.
     """
 
     def __init__(
@@ -82,20 +103,24 @@ class SparseContext:
     ) -> None:
         """
         Raises:
-            ValueError: if a voting layer does not exist, or the groups are none or not ascending.
+            ValueError: if a voting layer does not exist, or no layer is to share a list.
         """
         _check_layers(refresh, num_layers)
         self.selection = selection
         self.refresh = refresh
-        self._num_layers = num_layers
+        self.num_layers = num_layers
         longest = selection.budget_pages(selection.num_pages(context_len))
         self._full = sum(self.draft_rows_read_all(layer) for layer in range(num_layers))
         self._lists: PageLists | None = None
         self.layer_lists: LayerLists | None = None
         self._groups = max(len(refresh.voting_layers), 1)
+        self.own_voters = refresh.own_voters(num_layers)
+        self._full_voters = frozenset((*self.own_voters, *refresh.voting_layers))
         if refresh.list_per_layer:
             share = refresh.own_share if refresh.source == "hybrid" else 1.0
-            self.layer_lists = LayerLists(num_slots, num_layers, longest, selection, share, device)
+            self.layer_lists = LayerLists(
+                num_slots, len(self.own_voters), longest, selection, share, device
+            )
         else:
             self._lists = PageLists(num_slots * self._groups, longest, selection, device)
 
@@ -105,7 +130,7 @@ class SparseContext:
         entry ``s * groups + g``.
 
         Raises:
-            RuntimeError: if every layer has a list of its own.
+            RuntimeError: if layers have lists of their own.
         """
         if self._lists is None:
             raise RuntimeError(f"{self.refresh.source} has a list per layer")
@@ -121,7 +146,7 @@ class SparseContext:
 
     def full_rows_vote(self, layer: int) -> bool:
         """Whether verify and prefill rows vote at this layer."""
-        return self.refresh.list_per_layer or layer in self.refresh.voting_layers
+        return layer in self._full_voters
 
     def shares_votes(self, layer: int) -> bool:
         """Whether the votes of this layer make lists for other layers, by :meth:`vote`."""
@@ -136,10 +161,13 @@ class SparseContext:
         """Entries of ``lists`` that ``layer`` reads for some slots."""
         return [slot * self._groups + self.group(layer) for slot in slots]
 
-    @property
-    def last_layer(self) -> int:
-        """The last layer of the model."""
-        return self._num_layers - 1
+    def own_list(self, layer: int) -> int:
+        """Which of ``layer_lists`` a layer reads, and chooses if it is one of ``own_voters``."""
+        return layer // self.refresh.list_layers
+
+    def completes_own(self, layer: int) -> bool:
+        """Whether the own pages of all lists are chosen once this layer has voted."""
+        return bool(self.own_voters) and layer == self.own_voters[-1]
 
     def is_dense(self, context_len: int) -> bool:
         """Whether draft rows behind so many tokens read everything, so that no list is needed."""
@@ -173,8 +201,8 @@ class SparseContext:
         lens = np.asarray(positions, dtype=np.int64) + 1
         pages = -(-lens // selection.page_size)
         sparse = np.minimum(selection.budgets_of(pages) * selection.page_size, lens)
-        total = sparse * (self._num_layers - self._full) + lens * self._full
-        many: list[int] = (total // self._num_layers).tolist()
+        total = sparse * (self.num_layers - self._full) + lens * self._full
+        many: list[int] = (total // self.num_layers).tolist()
         return many
 
     def forget(self, slots: Sequence[int] | slice) -> None:
@@ -197,13 +225,16 @@ class SparseContext:
         applies = "same step" if r.same_step else "next step"
         refreshed = f"refreshed at every draft by layer {r.layer} ({applies})"
         groups = ", ".join(map(str, r.group_layers))
+        per, chooser = "layer", "the layer"
+        if r.list_layers > 1:
+            per, chooser = f"{r.list_layers} layers", "one of them"
         source = {
             "refresh": refreshed,
             "last_verify": f"chosen at verify steps by layer {r.layer}",
             "window": "sink and most recent pages",
-            "hybrid": f"per layer, {r.own_share:.0%} chosen by the layer at verify steps, "
+            "hybrid": f"per {per}, {r.own_share:.0%} chosen by {chooser} at verify steps, "
             f"the rest {refreshed}",
-            "last_verify_per_layer": "per layer, chosen by the layer at verify steps",
+            "last_verify_per_layer": f"per {per}, chosen by {chooser} at verify steps",
             "delta": f"refreshed at every draft by layers {groups}, each for the layers up "
             f"to the next; layers below {r.full_layers} read everything",
         }[r.source]
@@ -214,6 +245,8 @@ class SparseContext:
 
 
 def _check_layers(refresh: RefreshConfig, num_layers: int) -> None:
+    if refresh.list_layers < 1:
+        raise ValueError(f"list_layers must be at least 1, got {refresh.list_layers}")
     layers = "layers" if refresh.source == "delta" else "layer"
     for layer in (refresh.layer, *refresh.group_layers):
         if not 0 <= layer < num_layers:

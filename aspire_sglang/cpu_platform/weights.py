@@ -27,7 +27,8 @@ def pack_loaded_model(result: None, runner: Any) -> None:
     layers = pack_model(runner.model, layout) if layout else 0
     logger.info("aspire-cpu: packed %d linear layers (%s)", layers, report)
     if layout is PanelLinear:
-        forms = [packed.form for packed in packed_weights(runner.model)]
+        packed = packed_weights(runner.model)
+        forms = [weight.form for weight in packed if isinstance(weight, PanelLinear)]
         logger.info("aspire-cpu: weights are kept, without rounding, as %s", describe(forms))
     logger.info("aspire-cpu: %d decoder layers in one program", compile_stack(runner.model))
 

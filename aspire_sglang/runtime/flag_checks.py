@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from aspire_sglang.config import AspireConfig
 from aspire_sglang.runtime.combinations import FLAGS, PREFILL_GRAPHS, Refused
 from aspire_sglang.runtime.model_limits import model_faults
+from aspire_sglang.runtime.setting_rules import SETTINGS
 
 MAX_STEPS = 64
 
@@ -46,9 +48,9 @@ def flag_faults(args: Any, on_cpu: bool) -> list[str]:
 def configuration_faults(args: Any, config: AspireConfig, on_cpu: bool) -> list[str]:
     """One sentence for each setting of the file that these arguments do not allow."""
     sparse, page = config.context.page_size, args.page_size or 1
+    found = _setting_faults(config, on_cpu)
     if on_cpu:
-        return []
-    found = []
+        return found
     if not str(args.device).startswith("cuda"):
         found.append(f"--device {args.device}: runs on CUDA GPUs and CPUs only.")
     if sparse > 128 or sparse & (sparse - 1):
@@ -56,6 +58,16 @@ def configuration_faults(args: Any, config: AspireConfig, on_cpu: bool) -> list[
     if sparse % page:
         found.append(f"--page-size {page}: context.page_size {sparse} must be a multiple of it.")
     return found + _prefill_graph_faults(args)
+
+
+def _setting_faults(config: AspireConfig, on_cpu: bool) -> list[str]:
+    found = []
+    for setting in SETTINGS:
+        verdict = setting.on_cpu if on_cpu else setting.on_gpu
+        value = attrgetter(setting.option)(config)
+        if isinstance(verdict, Refused) and value in setting.values:
+            found.append(f"{setting.option} {value}: {verdict.reason}.")
+    return found
 
 
 def _prefill_graph_faults(args: Any) -> list[str]:

@@ -214,10 +214,10 @@ class GpuWorker(AspireWorker):
             seq_lens: ``[bs]`` int64 on the device, tokens with final KV.
         """
         staged = self.stage(step, seq_lens)
-        if self.rank_check is not None:
-            lists = self.model_runner.attn_backend.context.lists
+        context = self.model_runner.attn_backend.context
+        if self.rank_check is not None and context.layer_lists is None:
             costs = tuple(self.cost.model.coefficients)
-            self.rank_check.compare_staged(step, staged.view, lists, costs)
+            self.rank_check.compare_staged(step, staged.view, context.lists, costs)
         shape = shape_of(running, step, draft_kv)
         # Not before: what the host does until here is not the device's time.
         started = torch.cuda.Event(enable_timing=True)

@@ -112,6 +112,21 @@ def test_triton_random_steps(seed):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_one_plan_serves_other_tables_of_the_same_lengths(name):
+    """As layers that have page lists of their own need it."""
+    spec = make_spec(torch.bfloat16, kv_heads=3)
+    q_lens, lengths = [1, 9, 1, 4], [700, 3000, 520, 1111]
+    first, second = (
+        make_case(spec, q_lens, lengths, device="cuda", seed=seed, max_seqlen_q=9)
+        for seed in range(2)
+    )
+    plan = attention_of(name, first).plan(first.step)
+    options = {"tol": TOL[spec.dtype], "lse_tol": LSE_TOL[name]}
+    check(second, plan.over(second.step.page_table), **options)
+    check(first, plan, **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_one_graph_serves_other_lengths_and_modes(name):
     """A graph recorded over one step computes another whose tensors replace the first ones'."""
     spec = make_spec(torch.bfloat16, kv_heads=3)

@@ -9,27 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from aspire_sglang.attention.cpu_mixed import CpuMixedAttention
-from aspire_sglang.attention.gpu_mixed import GpuMixedAttention
-from aspire_sglang.attention.mixed import AttentionSpec
-from aspire_sglang.attention.rows import ForwardRows
 from aspire_sglang.attention.step_buffers import HostStep, StepBuffers, pack_step
-from aspire_sglang.attention.triton_mixed import TritonMixedAttention
-from aspire_sglang.context.selection import SelectionConfig, select_pages
-from aspire_sglang.context.sparse import RefreshConfig, SparseContext
-from aspire_sglang.kernels.step_layout import lay_out_step
-
-LAYERS, KV_HEADS, GROUP, DIM, WIDTH = 3, 2, 3, 64, 320
-
-
-def lay_out(buffers, step, rows, tokens, seq_lens, state, table, drafts_vote=True):
-    view = buffers.load(pack_step(step, rows, tokens, drafts_vote=drafts_vote), rows, tokens)
-    lay_out_step(
-        view.slots, view.order, view.pending, view.token_row, view.token_step, seq_lens,
-        state.bonus, state.drafts, state.pending, table, view.input_ids, view.positions,
-        view.out_cache_loc, view.row_lens, view.context_lens,
-    )  # fmt: skip
-    return view
+from aspire_sglang.context.selection import select_pages
+from aspire_sglang.context.sparse import RefreshConfig
+from tests.kernels.step_model import WIDTH, Model, attention, lay_out, logits_of
 
 
 def test_rows_that_are_left_out():
@@ -81,6 +64,8 @@ def test_layout_with_padding():
     assert view.row_lens.tolist()[:4] == [10, 30, 20, 40]
     assert view.context_lens.tolist() == [11, 34, 23, 41, 0, 0]
     assert state.pending.tolist() == [0, 0, 2, 3, 0]
+    assert view.voting.tolist() == [1, 3, 2, 4, -1, -1]
+    assert view.verifying.tolist() == [-1, -1, 2, 4, -1, -1]
 
 
 def test_addresses_stay_and_are_aligned():
@@ -99,101 +84,6 @@ def test_draft_rows_may_keep_their_vote():
     buffers = StepBuffers(4, 8, "cpu")
     view = buffers.load(pack_step(step, 3, 4, drafts_vote=False), 3, 4)
     assert view.voting.tolist() == [-1, 2, -1]
-
-
-class Model:
-    """Three layers of one pool, attended by the GPU and by the CPU implementation."""
-
-    def __init__(self, page: int, refresh: RefreshConfig, reads_all: bool = True) -> None:
-        rng = torch.Generator().manual_seed(page)
-        slots = 6 * WIDTH + page
-        self.k = torch.randn((LAYERS, slots, KV_HEADS, DIM), generator=rng)
-        self.v = torch.randn((LAYERS, slots, KV_HEADS, DIM), generator=rng)
-        pages = torch.randperm(6 * WIDTH // page, generator=rng) + 1
-        places = (pages.view(-1, 1) * page + torch.arange(page)).view(6, WIDTH)
-        self.table = places.int()
-        selection = SelectionConfig(page_size=16, min_pages=6, ratio=0.1, last_pages=2)
-
-        def context():
-            return SparseContext(
-                selection, refresh, num_layers=LAYERS, num_slots=6, context_len=WIDTH
-            )
-
-        spec = AttentionSpec(
-            GROUP * KV_HEADS, KV_HEADS, DIM, page, torch.float32, torch.float32, DIM**-0.5
-        )
-        self.gpu = GpuMixedAttention(
-            TritonMixedAttention(spec, max_seqlen_q=5, device="cpu"),
-            context(),
-            req_to_token=self.table,
-            page_size=page,
-            max_rows=8,
-            max_seqlen_q=5,
-            refresh_reads_all=reads_all,
-        )
-        pool = SimpleNamespace(
-            start_layer=0,
-            head_major=lambda layer: (
-                self.k[layer].transpose(0, 1).contiguous(),
-                self.v[layer].transpose(0, 1).contiguous(),
-            ),
-        )
-        self.cpu = CpuMixedAttention(num_heads=GROUP * KV_HEADS, req_to_token=self.table, pool=pool)
-        self.cpu.context = context()
-        self.buffers = StepBuffers(8, 40, "cpu")
-        self.state = SimpleNamespace(
-            bonus=torch.zeros(6, dtype=torch.int64),
-            drafts=torch.zeros((6, 4), dtype=torch.int64),
-            pending=torch.zeros(6, dtype=torch.int64),
-        )
-        self.rng = rng
-
-    def layers(self):
-        for number in range(LAYERS):
-            yield SimpleNamespace(layer_id=number, scaling=DIM**-0.5, logit_cap=0.0)
-
-    def queries(self, tokens: int) -> torch.Tensor:
-        return 2 * torch.randn((tokens, GROUP * KV_HEADS, DIM), generator=self.rng)
-
-    def prefill(self, slots: list[int], lens: list[int]) -> None:
-        rows = ForwardRows(slots, [3] * len(slots), lens, [False] * len(slots))
-        self.cpu.plan(rows)
-        ends = torch.arange(1, len(slots) + 1) * 3
-        self.gpu.plan_prefill(torch.tensor(slots), torch.tensor(lens), ends)
-        for layer in self.layers():
-            q = self.queries(3 * len(slots))
-            self.cpu.attend(layer, q, torch.empty_like(q))
-            if self.gpu.context.full_rows_vote(layer.layer_id):
-                self.gpu.vote_prefill(layer, q, self.k[layer.layer_id], self.v[layer.layer_id])
-        self.same_lists()
-
-    def step(self, slots, seq_lens, pending, verify, *, pad=0) -> None:
-        host = HostStep.build(slots, pending, verify)
-        votes = self.gpu.context.refresh.source == "refresh"
-        rows, tokens = len(slots) + pad, host.num_tokens + pad
-        view = lay_out(
-            self.buffers, host, rows, tokens, torch.tensor(seq_lens), self.state, self.table, votes
-        )
-        self.gpu.plan(view)
-        q_lens = [k + 1 if v else 1 for k, v in zip(pending, verify, strict=True)]
-        lens = [s + k + 1 for s, k in zip(seq_lens, pending, strict=True)]
-        self.cpu.plan(ForwardRows(slots, q_lens, lens, [not v for v in verify], decoding=True))
-        for layer in self.layers():
-            q = self.queries(tokens)
-            used = host.num_tokens
-            want, got = torch.empty_like(q[:used]), torch.zeros_like(q)
-            self.cpu.attend(layer, q[:used], want)
-            self.gpu.attend(layer, q, self.k[layer.layer_id], self.v[layer.layer_id], got)
-            torch.testing.assert_close(got[:used], want, atol=2e-5, rtol=2e-5)
-            assert not got[used:].any()
-        self.same_lists()
-
-    def same_lists(self) -> None:
-        ours, theirs = self.gpu.context.lists, self.cpu.context.lists
-        assert ours.counts.tolist() == theirs.counts.tolist()
-        assert ours.built_for.tolist() == theirs.built_for.tolist()
-        for slot, count in enumerate(theirs.counts.tolist()):
-            assert ours.pages[slot, :count].tolist() == theirs.pages[slot, :count].tolist()
 
 
 @pytest.mark.parametrize("page", [1, 16])
@@ -255,17 +145,6 @@ def test_draft_rows_score_everything_and_attend_to_their_list(page, same_step):
                 in_use = listed()
 
 
-def logits_of(model, layer, slot, q, positions):
-    keys = model.k[layer][model.table[slot].long()[positions]].repeat_interleave(GROUP, 1)
-    return torch.einsum("hd,nhd->hn", q, keys) * DIM**-0.5
-
-
-def attention(model, layer, slot, q, positions):
-    logits = logits_of(model, layer, slot, q, positions)
-    values = model.v[layer][model.table[slot].long()[positions]].repeat_interleave(GROUP, 1)
-    return torch.einsum("hn,nhd->hd", logits.softmax(-1), values), logits.logsumexp(-1)
-
-
 def test_pages_that_do_not_nest_are_refused():
     with pytest.raises(ValueError, match="multiple"):
         Model(64, RefreshConfig("window", 1, same_step=True))
@@ -274,17 +153,3 @@ def test_pages_that_do_not_nest_are_refused():
 def test_step_order_is_stable():
     step = HostStep.build([5, 6, 7], [0, 0, 0], [True, False, True])
     assert np.array_equal(step.order, [1, 0, 2])
-
-
-@pytest.mark.parametrize(
-    "refresh",
-    [
-        RefreshConfig("hybrid", 1, True),
-        RefreshConfig("last_verify_per_layer", 1, True),
-        RefreshConfig("delta", 1, True, group_layers=(0, 2)),
-    ],
-    ids=lambda refresh: refresh.source,
-)
-def test_lists_of_single_layers_are_refused(refresh):
-    with pytest.raises(ValueError, match=f"selection {refresh.source} runs on a CPU only"):
-        Model(16, refresh)

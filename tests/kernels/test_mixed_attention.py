@@ -148,6 +148,14 @@ def test_table_changed_after_planning():
     check(case, plan, tol=2e-6)
 
 
+def test_one_plan_serves_other_tables_of_the_same_lengths():
+    spec = make_spec()
+    first, second = (make_case(spec, [1, 4], [64, 70], seed=seed) for seed in range(2))
+    plan = make(spec).plan(first.step)
+    check(second, plan.over(second.step.page_table), tol=2e-6)
+    check(first, plan, tol=2e-6)
+
+
 def test_rows_do_not_see_each_other():
     """A row's result is the same bits alone and in company when it is not cut."""
     spec = make_spec()

@@ -30,7 +30,7 @@ from aspire_sglang.runtime.ranks import Ranks
 from aspire_sglang.speculation.cost_model import StepShape
 from aspire_sglang.speculation.plain_speed import PlainSpeed
 from tests.kernels import test_gpu_worker
-from tests.kernels.test_gpu_step import lay_out
+from tests.kernels.step_model import lay_out
 
 # Two more processes that import SGLang and Triton take over a minute on two cores.
 pytestmark = pytest.mark.slow

@@ -209,6 +209,10 @@ def test_graphs_that_would_record_a_vote_are_refused_once(on_gpu):
         ("{context: {page_size: 48}}", "context.page_size 48"),
         ("{context: {page_size: 8}}", "--page-size 16"),
         (
+            "{context: {selection: hybrid}}",
+            "context.selection hybrid: draft pages per layer",
+        ),
+        (
             "{context: {refresh_layer: 30}}",
             "context.refresh_layer 30: the model has layers 0 to 29",
         ),

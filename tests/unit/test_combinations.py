@@ -7,15 +7,19 @@ import ast
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
+from aspire_sglang.config import ContextConfig, parse_config
+from aspire_sglang.runtime import flag_checks
 from aspire_sglang.runtime.combinations import FLAGS, REQUESTS, Refused, Works
-from aspire_sglang.runtime.flag_checks import flag_faults
+from aspire_sglang.runtime.flag_checks import configuration_faults, flag_faults
 from aspire_sglang.runtime.model_limits import MODEL_LIMITS, model_faults
+from aspire_sglang.runtime.setting_rules import SETTINGS
+from bench import gpu_probe
 from bench.combinations import DENSE, DOCUMENT, GPU_DENSE, document
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +34,7 @@ def test_the_document_is_current():
 
 
 def _named_tests() -> set[str]:
-    verdicts = [verdict for row in FLAGS for verdict in (row.on_cpu, row.on_gpu)]
+    verdicts = [verdict for row in (*FLAGS, *SETTINGS) for verdict in (row.on_cpu, row.on_gpu)]
     named = {verdict.test for verdict in verdicts if isinstance(verdict, Works)}
     named |= {row.gpu_test for row in REQUESTS if row.gpu_test}
     return named | {row.test for row in REQUESTS} | {DENSE, GPU_DENSE}
@@ -78,6 +82,36 @@ def test_the_defaults_and_allowed_values_pass(on_cpu):
         verdict = row.on_cpu if on_cpu else row.on_gpu
         for value in verdict.allowed if isinstance(verdict, Refused) else ():
             assert flag_faults(argparse.Namespace(**{**args, row.flags[0]: value}), on_cpu) == []
+
+
+def context_faults(selection: str, on_cpu: bool) -> list[str]:
+    config = parse_config({"context": {"selection": selection}}, "a test")
+    args = argparse.Namespace(**{**DEFAULTS, "device": "cuda"})
+    return configuration_faults(args, config, on_cpu)
+
+
+@pytest.mark.parametrize("row", SETTINGS, ids=lambda row: row.values[0])
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_refused_settings_are_named_in_one_sentence(row, on_cpu):
+    verdict = row.on_cpu if on_cpu else row.on_gpu
+    for value in row.values:
+        faults = context_faults(value, on_cpu)
+        if isinstance(verdict, Refused):
+            assert faults == [f"{row.option} {value}: {verdict.reason}."]
+        else:
+            assert faults == []
+
+
+def test_every_draft_context_is_judged():
+    listed = [value for row in SETTINGS for value in row.values]
+    assert sorted(listed) == sorted(get_args(ContextConfig.model_fields["selection"].annotation))
+
+
+def test_tests_on_a_gpu_can_try_lists_per_layer(monkeypatch):
+    monkeypatch.setattr(flag_checks, "SETTINGS", SETTINGS)
+    gpu_probe._allow_layer_lists()
+    assert context_faults("hybrid", on_cpu=False) == []
+    assert len(context_faults("delta", on_cpu=False)) == 1
 
 
 def test_all_faults_are_reported_at_once():

@@ -95,6 +95,8 @@ def test_describe_names_every_leaf():
     [
         ("{context: {own_share: 0.3}}", ["own_share needs selection hybrid, not refresh"]),
         ("{context: {selection: hybrid, full_layers: 1}}", ["full_layers needs selection delta"]),
+        ("{context: {list_layers: 2}}", ["list_layers needs selection hybrid or last_ver"]),
+        ("{context: {selection: hybrid, list_layers: 0}}", ["option 'context.list_layers'"]),
         ("{context: {selection: delta, refresh_layers: [9, 3]}}", ["ascending order"]),
         ("{context: {selection: delta, refresh_layers: []}}", ["ascending order"]),
         ("{context: {selection: hybrid, own_share: 0}}", ["option 'context.own_share'"]),

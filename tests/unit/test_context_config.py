@@ -47,6 +47,10 @@ def test_options_arrive():
     hybrid = built(selection="hybrid", own_share=0.25, page_size=8, min_pages=64)
     assert hybrid.layer_lists is not None
     assert hybrid.layer_lists.own_share == 0.25
+    shared = built(selection="hybrid", list_layers=4, refresh_layer=13)
+    assert shared.own_voters == (1, 5, 9, 13, 17, 21, 25, 28)
+    assert "per 4 layers, 50% chosen by one of them" in shared.describe()
+    assert hybrid.own_voters == tuple(range(30))
     delta = built(selection="delta", refresh_layers=[4, 9], full_layers=2)
     read_all = [layer for layer in range(30) if delta.draft_rows_read_all(layer)]
     assert read_all == [0, 1, 4, 9]

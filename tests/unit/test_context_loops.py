@@ -95,6 +95,14 @@ def test_a_budget_that_covers_the_context_accepts_everything(loops, source, temp
     assert accepted.tolist() == [[GAMMA] * 2] * 2
 
 
+@pytest.mark.parametrize("list_layers", [1, 3])
+def test_lists_come_from_the_last_prefill_or_verify(loops, list_layers):
+    setting = Setting("hybrid", 1, 12, sink=1, last=3, list_layers=list_layers)
+    with torch.inference_mode():
+        arrays = loops.run(setting, GAMMA, 0.0, 3, 1).arrays()
+    assert arrays["accepted"].shape == (3, 2)
+
+
 def test_a_small_budget_rejects_and_everything_is_recorded(loops):
     with torch.inference_mode():
         setting = Setting("hybrid", 1, 12, sink=1, last=3)
@@ -110,10 +118,17 @@ def test_a_small_budget_rejects_and_everything_is_recorded(loops):
 
 
 def test_settings_are_read_from_their_names():
-    found = settings_of(["hybrid:8:512:own_share=0.25:last=32", "delta:16:256:group_layers=7+14"])
-    first, second = found.values()
+    found = settings_of(
+        [
+            "hybrid:8:512:own_share=0.25:last=32",
+            "delta:16:256:group_layers=7+14",
+            "hybrid:16:512:list_layers=3",
+        ]
+    )
+    first, second, third = found.values()
     assert first == Setting("hybrid", 8, 512, last=32, own_share=0.25)
     assert second == Setting("delta", 16, 256, group_layers=(7, 14))
+    assert third == Setting("hybrid", 16, 512, list_layers=3)
 
 
 def test_accept_lengths_count_the_token_behind_the_drafts():

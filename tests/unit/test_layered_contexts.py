@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from aspire_sglang.attention.cpu_attention import CpuAttention
+from aspire_sglang.attention.cpu_job import JOB, write_scales
 from aspire_sglang.attention.cpu_mixed import CpuMixedAttention
 from aspire_sglang.attention.cpu_plan import Row
+from aspire_sglang.attention.program import Program
 from aspire_sglang.attention.rows import ForwardRows
 from aspire_sglang.context.selection import SelectionConfig, token_scores_to_page_scores
 from aspire_sglang.context.sparse import RefreshConfig, SparseContext
@@ -30,7 +33,9 @@ class Model:
         torch.manual_seed(0)
         size = SLOTS * WIDTH
         self.pools = [torch.randn(2, KV_HEADS, size, DIM).unbind(0) for _ in range(LAYERS)]
-        pool = SimpleNamespace(start_layer=0, head_major=lambda layer: self.pools[layer])
+        pool = SimpleNamespace(
+            start_layer=0, layer_num=LAYERS, head_major=lambda layer: self.pools[layer]
+        )
         self.table = torch.randperm(size).view(SLOTS, WIDTH).int()
         self.mixed = CpuMixedAttention(num_heads=HEADS, req_to_token=self.table, pool=pool)
         self.selection = SELECTION[page_size]
@@ -57,7 +62,7 @@ class Model:
         where, query = torch.tensor([slot]), torch.tensor([position])
         if self.context.layer_lists is not None:
             pages, counts = self.context.layer_lists.draft_pages(where, query)
-            pages = pages[0, layer, : counts[0]]
+            pages = pages[0, self.context.own_list(layer), : counts[0]]
         else:
             entries = torch.tensor(self.context.entries([slot], layer))
             pages, counts = self.context.lists.draft_pages(entries, query)
@@ -138,6 +143,84 @@ def test_hybrid(page_size):
     assert len({len(positions) for positions in different}) == 1
 
 
+@pytest.mark.parametrize("source", ["hybrid", "last_verify_per_layer"])
+@pytest.mark.parametrize("list_layers", [2, 3, 9])
+def test_layers_share_the_pages_that_one_of_them_chose(source, list_layers):
+    model = Model(source, 1, list_layers=list_layers)
+    scores = run(model, reads_all=(2,) if source == "hybrid" else ())
+    lists = model.context.layer_lists
+    assert lists is not None
+    # The refresh layer, 2, speaks for its group; elsewhere the middle layer does.
+    voters = {2: (0, 2, 4), 3: (2, 3), 9: (2,)}[list_layers]
+    assert model.context.own_voters == voters
+    assert [layer for layer in range(LAYERS) if model.context.full_rows_vote(layer)] == [*voters]
+    assert lists.own.shape[1] == len(voters)
+    count = int(lists.own_counts[2])
+    for number, voter in enumerate(voters):
+        found = sorted(lists.own[2, number, :count].tolist())
+        assert found == model.own_pages(scores[1, voter], 264, count)
+    read = [tuple(model.listed(layer, 2, 263).tolist()) for layer in range(LAYERS)]
+    assert [read.index(pages) // list_layers for pages in read] == [
+        layer // list_layers for layer in range(LAYERS)
+    ]
+
+
+def test_layers_between_votes_are_one_call_of_a_program():
+    """Calls end before and behind a layer that votes; of those fewer do than layers read."""
+    cut = {}
+    for list_layers in (1, 3):
+        model = Model("hybrid", 4, list_layers=list_layers)
+        model.step(prefill([300, 260, 400]), (2,), 1)
+        for verifies in (0, 1):
+            rows = ForwardRows(
+                [1, 2, 3],
+                [1, 1 + verifies, 1],
+                [301, 261 + verifies, 401],
+                [True, not verifies, True],
+                decoding=True,
+            )
+            cut[list_layers, verifies] = calls(model, rows)
+    assert cut == {
+        (1, 0): [2, 3, 5],
+        (3, 0): [2, 3, 5],
+        (1, 1): [1, 2, 3, 4, 5],
+        (3, 1): [2, 3, 4, 5],
+    }
+
+
+def calls(model: Model, rows: ForwardRows) -> list[int]:
+    """Where the calls of a program that computes whole layers end, attention being compared with
+    that of single layers."""
+    generator = torch.Generator().manual_seed(9)
+    tokens = sum(rows.q_lens)
+    q = torch.randn(tokens, HEADS, DIM, generator=generator)
+    model.mixed.plan(rows)
+    jobs = np.zeros(LAYERS, JOB)
+    write_scales(jobs, [SCALE] * LAYERS, [0.0] * LAYERS)
+    program = Program(*model.mixed.phases)
+    stops, first = [], 0
+    while first < LAYERS:
+        out = torch.empty_like(q)
+        stop, items = model.mixed.prepare(jobs, first, q, out)
+        for layer in range(first, stop):
+            program.argument[:] = jobs[layer : layer + 1].ctypes.data
+            program.items[:] = items
+            program.run()
+            start = 0
+            for row in rows.draft_rows + rows.full_rows:
+                n, length, slot = rows.q_lens[row], rows.context_lens[row], rows.slots[row]
+                whole = not rows.draft[row] or layer == 2
+                read = torch.arange(length) if whole else model.listed(layer, slot, length - 1)
+                want, _ = model.dense(layer, slot, q[start : start + n], read, length - n)
+                got = out[start : start + n]
+                torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+                start += n
+        model.mixed.attended(stop - 1)
+        stops.append(stop)
+        first = stop
+    return stops
+
+
 def test_hybrid_drafts_read_the_new_shared_pages_above_the_refresh_layer_at_once():
     """The reference of a step reads the lists of the moment, so both settings must agree with it;
     they differ in when a list becomes the present one."""
@@ -192,16 +275,16 @@ def test_draft_reads_are_counted():
     assert delta == (2 * sparse + 3 * 400) // 5
 
 
-def test_a_layer_that_a_row_has_no_slots_for_is_refused():
+def test_a_list_that_a_row_does_not_have_is_refused():
     attention = CpuAttention(HEADS, KV_HEADS, SLOTS * WIDTH, DIM, torch.float32)
     plan = attention.plan([Row(torch.zeros(3, 8, dtype=torch.int32), 1)])
     q, pool = torch.zeros(1, HEADS, DIM), torch.zeros(KV_HEADS, SLOTS * WIDTH, DIM)
-    attention.attend(q, pool, pool, plan, SCALE, layer=2)
-    with pytest.raises(ValueError, match="layer 3 of rows with slots for 3 layers"):
-        attention.attend(q, pool, pool, plan, SCALE, layer=3)
+    attention.attend(q, pool, pool, plan, SCALE, number=2)
+    with pytest.raises(ValueError, match="list 3 of rows with 3 lists of slots"):
+        attention.attend(q, pool, pool, plan, SCALE, number=3)
 
 
-def test_slots_of_every_layer_are_checked():
+def test_slots_of_every_list_are_checked():
     attention = CpuAttention(HEADS, KV_HEADS, SLOTS * WIDTH, DIM, torch.float32)
     slots = torch.zeros(3, 8, dtype=torch.int32)
     slots[2, 5] = SLOTS * WIDTH
