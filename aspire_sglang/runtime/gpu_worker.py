@@ -68,6 +68,7 @@ class GpuWorker(AspireWorker):
         self._plain_graphs: PlainGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         # What was asked for this step before its batch was prepared.
+        self._asked: tuple[list[Any], Running] | None = None
         # Mixed steps since something else ran.
         self._in_row = 0
         self._seed: int | None = server_args.random_seed
@@ -128,6 +129,7 @@ class GpuWorker(AspireWorker):
         return None
 
     def _chosen_plain_steps(self, batch: Any, running: Running) -> int:
+        self._asked = (batch.reqs, running)
         graphs = self._plain_graphs
         if graphs is None or graphs.places(len(batch.reqs)) is None:
             return 0
@@ -179,7 +181,9 @@ class GpuWorker(AspireWorker):
         return bool(req.to_finish) or len(req.output_ids) + state.unsettled > state.most[1]
 
     def _decode(self, batch: Any) -> GenerationBatchResult:
-        running = self.decided_on(batch)
+        asked, self._asked = self._asked, None
+        known = asked is not None and asked[0] is batch.reqs
+        running = asked[1] if asked is not None and known else self.running(batch)
         verify, draft_kv = self.modes.decide(*running)
         step = self._host_step(running, verify)
         first = self._launch(batch, running, step, draft_kv, batch.seq_lens)

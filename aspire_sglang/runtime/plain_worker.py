@@ -28,7 +28,6 @@ class PlainPhases(ABC):
     """
 
     plain_for_parameters = False
-    _asked: tuple[list[Any], Running] | None = None
 
     modes: ModeScheduler
     cost: RunningCost
@@ -50,17 +49,9 @@ class PlainPhases(ABC):
         if asking and self.plain_for_parameters:
             self.telemetry.dropped(sum(state.drop() for state in running.states))
             return PlainPlan(PLAIN_PHASE, running, asking)
-        self._asked = (batch.reqs, running)
         # What speculative steps honour by code of ours stays with them.
         steps = 0 if asking else self._chosen_plain_steps(batch, running)
         return PlainPlan(steps, running)
-
-    def decided_on(self, batch: Any) -> Running:
-        """The requests of a batch as they were when it was decided that it speculates."""
-        asked, self._asked = self._asked, None
-        if asked is not None and asked[0] is batch.reqs:
-            return asked[1]
-        return self.running(batch)
 
     def _asking(self, reqs: list[Any], states: list[SlotState]) -> frozenset[str]:
         """Ids of the requests whose parameters a GPU honours by plain steps only."""

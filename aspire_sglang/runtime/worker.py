@@ -221,7 +221,7 @@ class AspireWorker(PlainPhases, BaseSpecWorker):
 
     def _decode(self, batch: Any) -> GenerationBatchResult:
         start = time.perf_counter()
-        slots, seq_lens, states, _ = running = self.decided_on(batch)
+        slots, seq_lens, states, _ = running = self.running(batch)
         verify, draft_kv = self.modes.decide(*running)
         plan = build_plan(
             slots=slots,

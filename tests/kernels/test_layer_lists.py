@@ -38,7 +38,13 @@ def test_what_is_not_asked_for_is_left_alone(lists, full_rows):
     layer_cases.check_tables(shape, "cpu", 5, True, draft_lists=lists, full_rows=full_rows)
 
 
-@pytest.mark.parametrize("share", [k / 16 for k in range(1, 17)])
+@pytest.mark.parametrize(
+    "share",
+    [
+        pytest.param(k / 16, marks=() if k in (1, 6, 7, 16) else pytest.mark.slow)
+        for k in range(1, 17)
+    ],
+)
 def test_shares_round_as_the_definition_does(share):
     # Halves, too: 11 free pages by sixteenths.
     for min_pages in (11, 12, 14):

@@ -50,9 +50,22 @@ SMALL_PAGES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "page", "kv_page"), [*((name, 16, 1) for name in LAYERED), *SMALL_PAGES]
-)
+# Every launch takes the interpreter a second or two, so some settings are left to the slow run.
+ALWAYS = {
+    ("hybrid", 16, 1),
+    ("hybrid, two layers a list, next step", 16, 1),
+    ("hybrid, one list", 16, 1),
+    ("hybrid, two layers a list", 1, 1),
+    ("hybrid, two layers a list", 16, 16),
+    ("last verify per two layers", 8, 1),
+}
+SETTINGS = [
+    pytest.param(*setting, marks=() if setting in ALWAYS else pytest.mark.slow)
+    for setting in [*((name, 16, 1) for name in LAYERED), *SMALL_PAGES]
+]
+
+
+@pytest.mark.parametrize(("name", "page", "kv_page"), SETTINGS)
 def test_lists_per_layer_equal_the_cpu_implementation(name, page, kv_page):
     model = Model(kv_page, LAYERED[name], selection=PAGES[page], layers=5)
     run_steps(model)
@@ -63,7 +76,13 @@ def test_lists_per_layer_equal_the_cpu_implementation(name, page, kv_page):
     assert len(different) > 1 or len(own) == 1
 
 
-@pytest.mark.parametrize("refresh", LAYERED.values(), ids=LAYERED)
+@pytest.mark.parametrize(
+    "refresh",
+    [
+        pytest.param(refresh, id=name, marks=() if (name, 16, 1) in ALWAYS else pytest.mark.slow)
+        for name, refresh in LAYERED.items()
+    ],
+)
 def test_a_budget_that_covers_everything_reads_everything(refresh):
     whole = SelectionConfig(page_size=16, min_pages=WIDTH // 16, ratio=1.0, last_pages=2)
     model = Model(1, refresh, selection=whole, layers=5)
