@@ -1,4 +1,4 @@
-"""Every kernel compiles for a Hopper GPU: the interpreter takes programs that the compiler refuses."""
+"""Every kernel compiles for a Hopper GPU; the interpreter takes what the compiler refuses."""
 
 from __future__ import annotations
 
