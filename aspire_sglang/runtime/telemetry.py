@@ -10,6 +10,23 @@ from typing import Any
 from aspire_sglang.config import AspireConfig
 
 
+TOTALS = (
+    "decode_steps",
+    "graph_steps",
+    "eager_steps",
+    "plain_graph_steps",
+    "plain_steps_for_parameters",
+    "mixed_steps",
+    "draft_rows",
+    "verify_rows",
+    "query_tokens",
+    "decode_microseconds",
+    "accepted_drafts",
+    "discarded_drafts",
+)
+"""Counters since the server started; all are reported from the beginning, also while they are 0."""
+
+
 @dataclass(slots=True)
 class RequestStats:
     """Speculation of one request: drafts of each verify in order, and how many were accepted."""
@@ -41,7 +58,7 @@ class Telemetry:
     def __init__(self, config: AspireConfig) -> None:
         self.config = config
         self._requests: OrderedDict[str, RequestStats] = OrderedDict()
-        self.totals: Counter[str] = Counter()
+        self.totals: Counter[str] = Counter(dict.fromkeys(TOTALS, 0))
         self.draft_lengths: Counter[int] = Counter()
         self.cost: Callable[[], dict[str, float]] = dict
         self.ranks: Callable[[], dict[str, int]] = dict

@@ -76,6 +76,12 @@ def test_settling_feeds_the_estimate_and_forgets_the_run():
     assert (slot.pending, slot.verifies, slot.age, slot.probs) == (0, 1, 0, [])
 
 
+def test_counters_are_reported_before_anything_was_counted():
+    found = Telemetry(AspireConfig()).snapshot()
+    assert found["accepted_drafts"] == found["discarded_drafts"] == found["graph_steps"] == 0
+    assert found["mixed_step_fraction"] == 0.0
+
+
 def test_telemetry_totals_and_requests():
     telemetry = Telemetry(AspireConfig(requests_kept=2))
     telemetry.step(drafts=2, verifies=1, tokens=5, seconds=0.5)
