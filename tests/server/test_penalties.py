@@ -157,7 +157,7 @@ def test_sampled_tokens_follow_the_penalised_distribution(plain, aspire):
     aspire.configure(DRAFTING, {"scheduler": {"policy": "fixed", "gamma": 2}}, TINY)
     body = {"n": 200, "max_new_tokens": 4, "ignore_eos": True, **sampling}
     runs: list[list[int]] = []
-    for _ in range(4):
+    for _ in range(6):
         answers = aspire.generate(prompt, **body)
         speculated(answers)
         runs += ids(answers)
