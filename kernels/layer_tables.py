@@ -119,6 +119,17 @@ def _write_pages(req_row, table_row, page, place, taken, PAGE: tl.constexpr, KV_
 
 
 @triton.jit
+def _write_fitting(
+    req_row, table_row, page, fits, listed, heads, PAGE: tl.constexpr, KV_PAGE: tl.constexpr
+):
+    """Put the pages that fit behind the ``listed`` ones, up to ``heads``; returns how many there
+    are then."""
+    place = listed + tl.cumsum(fits.to(tl.int32), axis=0) - 1
+    _write_pages(req_row, table_row, page, place, fits & (place < heads), PAGE, KV_PAGE)
+    return tl.minimum(listed + tl.sum(fits.to(tl.int32), axis=0), heads)
+
+
+@triton.jit
 def _is_listed(page, pages, count, WIDTH: tl.constexpr):
     """Whether each of some pages is among the first ``count`` of a list."""
     found = page < 0
@@ -146,9 +157,7 @@ def _write_draft_row(
         column = start + tl.arange(0, CHUNK)
         page = tl.load(own + column, mask=column < own_count, other=0)
         fits = (column < own_count) & (page < tail)
-        place = listed + tl.cumsum(fits.to(tl.int32), axis=0) - 1
-        _write_pages(req_row, table_row, page, place, fits & (place < heads), PAGE, KV_PAGE)
-        listed = tl.minimum(listed + tl.sum(fits.to(tl.int32), axis=0), heads)
+        listed = _write_fitting(req_row, table_row, page, fits, listed, heads, PAGE, KV_PAGE)
         start += CHUNK
     # While there is room all own pages before the tail are listed, so none may come again.
     start = tl.zeros([], dtype=tl.int32)
@@ -157,9 +166,7 @@ def _write_draft_row(
         page = tl.load(ranked + column, mask=column < ranked_count, other=0)
         fits = (column < ranked_count) & (page < tail) & (page >= SINK)
         fits = fits & (_is_listed(page, own, own_count, OWN) == 0)
-        place = listed + tl.cumsum(fits.to(tl.int32), axis=0) - 1
-        _write_pages(req_row, table_row, page, place, fits & (place < heads), PAGE, KV_PAGE)
-        listed = tl.minimum(listed + tl.sum(fits.to(tl.int32), axis=0), heads)
+        listed = _write_fitting(req_row, table_row, page, fits, listed, heads, PAGE, KV_PAGE)
         start += CHUNK
     # A context that shrank may have lost some of its listed pages: the most recent stand in. Of the
     # last ``heads`` pages before the tail enough are free.
@@ -170,9 +177,7 @@ def _write_draft_row(
         fits = (column < heads) & (page >= SINK)
         fits = fits & (_is_listed(page, own, own_count, OWN) == 0)
         fits = fits & (_is_listed(page, ranked, ranked_count, OWN) == 0)
-        place = listed + tl.cumsum(fits.to(tl.int32), axis=0) - 1
-        _write_pages(req_row, table_row, page, place, fits & (place < heads), PAGE, KV_PAGE)
-        listed = tl.minimum(listed + tl.sum(fits.to(tl.int32), axis=0), heads)
+        listed = _write_fitting(req_row, table_row, page, fits, listed, heads, PAGE, KV_PAGE)
         start += CHUNK
     before = heads * (PAGE // KV_PAGE)
     for first in range(before, length, TAIL):

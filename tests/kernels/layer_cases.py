@@ -10,29 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aspire_sglang.context import SelectionConfig
 from aspire_sglang.context.layer_lists import LayerLists
 from aspire_sglang.kernels import layer_selection, layer_tables, reference
-from tests.kernels.cases import scores_of
+from tests.kernels.cases import ListShape, scores_of
 
 
 @dataclass(frozen=True)
-class LayerShape:
-    """Sizes of one case; ``lens`` are context lengths, 0 for a padding row."""
+class LayerShape(ListShape):
+    """Sizes of one case of lists per layer."""
 
-    lens: tuple[int, ...]
-    page_size: int = 16
     min_pages: int = 8
-    ratio: float = 0.07
-    sink: int = 1
-    last: int = 2
-    kv_page_size: int = 1
     own_share: float = 0.5
     num_lists: int = 3
-
-    @property
-    def config(self) -> SelectionConfig:
-        return SelectionConfig(self.page_size, self.min_pages, self.ratio, self.sink, self.last)
 
 
 LAYER_SHAPES = {
