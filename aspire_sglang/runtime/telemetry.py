@@ -9,7 +9,6 @@ from typing import Any
 
 from aspire_sglang.config import AspireConfig
 
-
 TOTALS = (
     "decode_steps",
     "graph_steps",
