@@ -24,6 +24,8 @@ from aspire_sglang.runtime.cost import RunningCost
 from aspire_sglang.runtime.profile import profile_steps
 from aspire_sglang.speculation.cost_file import CostKey, load_cost_model, save_cost_model
 from aspire_sglang.speculation.cost_model import CostModel
+from aspire_sglang.speculation.forecast import describe as describe_forecasts
+from aspire_sglang.speculation.forecast import forecasts
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,26 @@ def start_up_cost(worker: Any) -> RunningCost:
         except OSError as fault:
             logger.warning("ASPIRE: the step costs cannot be kept in %s: %s", path, fault)
     return cost
+
+
+def log_forecast(worker: Any) -> None:
+    """Say what drafting is worth on this machine, where its step costs are known.
+
+    Args:
+        worker: as for :func:`start_up_cost`, which has run.
+    """
+    if worker.cost.fitted is None:
+        return
+    runner = worker.model_runner
+    found = forecasts(
+        worker.cost.fitted,
+        runner.attn_backend.context.draft_kv_many,
+        worker.gamma_max,
+        runner.server_args.max_running_requests,
+        worker.context_len,
+        runner.max_total_num_tokens,
+    )
+    logger.info("ASPIRE: %s", describe_forecasts(found))
 
 
 def _kept(path: Path, key: CostKey) -> CostModel | None:

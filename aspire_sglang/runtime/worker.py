@@ -19,7 +19,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from aspire_sglang.config import AspireConfig, ConfigError, describe, load_config
 from aspire_sglang.runtime.agreement import agree_on_outcome
 from aspire_sglang.runtime.batching import StepPlan, build_plan
-from aspire_sglang.runtime.cost_start import start_up_cost
+from aspire_sglang.runtime.cost_start import log_forecast, start_up_cost
 from aspire_sglang.runtime.draft_state import DraftState, SlotState
 from aspire_sglang.runtime.grammars import run_is_complete
 from aspire_sglang.runtime.hidden_states import report_hidden_states
@@ -125,6 +125,7 @@ class AspireWorker(PlainPhases, BaseSpecWorker):
         self.telemetry.cost = self.cost.report
         self._apply_config(self.config)
         logger.info("ASPIRE: step cost: %s", self.cost.describe())
+        log_forecast(self)
 
     profile_lengths: tuple[int, ...] = (256, 1536, 5120)
     profile_rows: tuple[int, ...] = (1, 4)
