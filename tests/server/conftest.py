@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -39,6 +40,13 @@ TINY = {
     "context": {"page_size": 1, "sink_pages": 0, "last_pages": 2, "min_pages": 2, "ratio": 0.01}
 }
 """Draft rows see two or three tokens, so most drafts are rejected."""
+
+
+def pytest_configure() -> None:
+    """Let both signals end the tests in order: servers have sessions of their own and would go on
+    when pytest is gone."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
 
 
 class Aspire(Client):
