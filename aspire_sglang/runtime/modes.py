@@ -10,14 +10,7 @@ from aspire_sglang.runtime.cost import RunningCost
 from aspire_sglang.runtime.draft_state import DraftState, SlotState
 from aspire_sglang.speculation.cost_model import StepShape
 from aspire_sglang.speculation.plain_speed import UNKNOWN_RATIO
-from aspire_sglang.speculation.policies import (
-    AutoregressivePolicy,
-    FixedPolicy,
-    Policy,
-    RowState,
-    StaggeredPolicy,
-    make_policy,
-)
+from aspire_sglang.speculation.policies import Policy, RowState, make_policy
 
 PLAIN_RUN = 7
 """Verifies for which a decision against drafts holds: a plain step is too short to ask at each."""
@@ -170,15 +163,9 @@ class ModeScheduler:
         verify, _ = self._decide(slots, seq_lens, states, caps, phases=True)
         if not all(verify):
             return 0
-        match self._policy:
-            case AutoregressivePolicy():
-                return PLAIN_PHASE
-            case FixedPolicy() | StaggeredPolicy():
-                return 1
-            case policy if policy.plans:
-                return 1 + min(state.rest for state in states)
-            case _:
-                return 1 + PLAIN_RUN
+        if self._policy.plans:
+            return 1 + min(state.rest for state in states)
+        return self._policy.plain_steps
 
     def plain_ran(self, steps: int) -> None:
         """The whole batch decoded plainly for so many steps."""

@@ -43,6 +43,7 @@ class AutoregressivePolicy(StepwisePolicy):
     """Plain decoding: every row verifies at every step, so no draft ever starts."""
 
     name: ClassVar[str] = "ar"
+    plain_steps: ClassVar[int] = 64
 
     def decide(self, rows: Sequence[RowState], cost: CostModel) -> list[bool]:
         """True for every row."""
@@ -66,6 +67,7 @@ class FixedPolicy(StepwisePolicy):
     """
 
     name: ClassVar[str] = "fixed"
+    plain_steps: ClassVar[int] = 1
     gamma: int = 5
 
     def __post_init__(self) -> None:
@@ -94,6 +96,7 @@ class StaggeredPolicy(StepwisePolicy):
     """
 
     name: ClassVar[str] = "staggered"
+    plain_steps: ClassVar[int] = 1
     gamma: int = 5
 
     def __post_init__(self) -> None:

@@ -47,10 +47,13 @@ class Policy(Protocol):
         name: as the configuration spells it.
         plans: a run's length follows from the state at its start, so :meth:`plan` may be asked then
             instead of :meth:`decide` at every step.
+        plain_steps: for how many steps it holds that nobody of a batch drafts, where the policy
+            does not plan; such steps are too short to ask at each.
     """
 
     name: ClassVar[str]
     plans: ClassVar[bool]
+    plain_steps: ClassVar[int]
 
     def decide(self, rows: Sequence[RowState], cost: CostModel) -> list[bool]:
         """One answer per row, in order: True to verify, False to draft."""
@@ -89,6 +92,7 @@ class StepwisePolicy:
 
     __slots__ = ()
     plans: ClassVar[bool] = False
+    plain_steps: ClassVar[int] = 8
 
     def plan(
         self,
