@@ -4,7 +4,7 @@ SGLang finds it through an entry point that :func:`install` writes into a folder
 engine; nothing of it is installed. What it does is chosen by environment variables:
 
 * always: the scheduler answers the remote calls ``probe_kv``, ``probe_host``, ``probe_timeline``,
-  ``probe_prefill`` and ``probe_fill``;
+  ``probe_prefill``, ``probe_costs`` and ``probe_fill``;
 * ``PROBE_SPLITS=1``: FlashAttention reads every context in one piece, in stock SGLang and ASPIRE;
 * ``PROBE_BREAK=1``: verify rows leave the KV that draft rows wrote, the fault that a check of the
   KV has to find;
@@ -54,6 +54,7 @@ def load() -> None:
     Scheduler.probe_replay = probe_replay
     Scheduler.probe_timeline = probe_timeline
     Scheduler.probe_pairs = probe_pairs
+    Scheduler.probe_costs = probe_costs
     Scheduler.probe_prefill = probe_prefill
     if os.environ.get("PROBE_SPLITS"):
         _read_in_one_piece()
@@ -136,6 +137,17 @@ def probe_fill(scheduler: Any, texts: list[list[int]]) -> None:
 def probe_replay(scheduler: Any, rate: float) -> None:
     """Accept drafts at this rate from now on."""
     _RATE[0] = rate
+
+
+def probe_costs(scheduler: Any) -> None:
+    """Measure step costs as at the start. Nothing may run, and the prefix cache must be empty."""
+    from aspire_sglang.runtime.cost import RunningCost
+    from aspire_sglang.runtime.profile import profile_steps
+
+    worker = scheduler.draft_worker
+    worker.cost = RunningCost.profiled(lambda: profile_steps(worker))
+    worker.telemetry.cost = worker.cost.report
+    worker._apply_config(worker.config)
 
 
 def probe_pairs(_: Any, below: float | None) -> None:

@@ -70,6 +70,8 @@ _PAGES_OF_8 = ", page_size: 8, min_pages: 64, last_pages: 16, sink_pages: 2"
 CONTEXTS = {
     "context_refresh_16": "selection: refresh",
     "context_refresh_8": f"selection: refresh{_PAGES_OF_8}",
+    "context_window_16": "selection: window",
+    "context_last_verify_16": "selection: last_verify",
     "context_per_layer_16": "selection: last_verify_per_layer",
     **{
         f"context_hybrid_{n}_{size}": f"selection: hybrid, list_layers: {n}{rest}"
