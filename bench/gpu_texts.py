@@ -41,7 +41,9 @@ def mixed_prompts(model: str, lengths: list[int], seed: int = 5) -> list[list[in
         texts = real_texts(
             tokenizer, [lengths[i] for i in some], seed + start, [kinds[i] for i in some]
         )
-        found |= {i: list(text.input_ids) for i, text in zip(some, texts, strict=True)}
+        for i, text in zip(some, texts, strict=True):
+            # A first line of its own: no two prompts share KV in the prefix cache.
+            found[i] = [*encode(tokenizer, f"{i}\n"), *text.input_ids]
     for i in set(range(len(lengths))) - set(written):
         found[i] = sums(tokenizer, lengths[i], seed + i)
     return [found[i] for i in range(len(lengths))]
