@@ -98,13 +98,16 @@ def label(engine: str) -> str:
     return name if size == "16" else f"{name}, pages of {size}"
 
 
-def rows(engines: Sequence[str], gammas: Sequence[int], greedy: bool) -> list[Row]:
+def rows(
+    engines: Sequence[str], gammas: Sequence[int], greedy: bool, rules: Sequence[str] = ()
+) -> list[Row]:
     """Lines for the engines there are.
 
     Args:
         engines: names from ``CONTEXTS``, and ``stock``.
         gammas: fixed lengths to try.
         greedy: whether drafts have confidences that may end them.
+        rules: adaptive rules to try, by the beginning of their names; all, if empty.
     """
     found = []
     for engine in engines:
@@ -125,6 +128,8 @@ def rows(engines: Sequence[str], gammas: Sequence[int], greedy: bool) -> list[Ro
         for what, scheduler in ADAPTIVE.items():
             # What confidence is worth is asked on two contexts only.
             both = name.startswith(("refresh", "hybrid"))
+            if rules and not what.startswith(tuple(rules)):
+                continue
             if (greedy and both) or greedy == what.endswith("confidence"):
                 add(what, [scheduler])
         if engine == "context_refresh_16":
@@ -175,7 +180,7 @@ def _measure(
     found: dict[str, Any],
 ) -> None:
     options = lab.options
-    lines = rows(list(lab.engines), options.gammas, temperature == 0.0)
+    lines = rows(list(lab.engines), options.gammas, temperature == 0.0, options.rules)
     cells = [(row, text) for row in lines if len(row.settings) > 1 for text in row.settings]
     # In random order, so that a slower minute meets everybody.
     random.Random(3).shuffle(cells)

@@ -22,8 +22,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import gpu_engine, gpu_exact, gpu_variants
-from bench.gpu_ablation import ablation
+from bench import gpu_ablation, gpu_engine, gpu_exact, gpu_variants
 from bench.gpu_contexts import draft_contexts
 from bench.gpu_profile import host, profile, timeline
 from bench.gpu_ranks import killed_rank, ranks
@@ -317,7 +316,7 @@ PHASES = {
     phase.__name__: phase
     for phase in (
         *(texts, scores, distributions, timed, short, arrivals, profile, host, timeline),
-        *(ranks, killed_rank, draft_contexts, ablation),
+        *(ranks, killed_rank, draft_contexts, gpu_ablation.ablation),
     )
 }
 
@@ -342,6 +341,7 @@ def main() -> int:
         help="prompts of mixed lengths and kinds, for as many requests as the most of --requests",
     )
     parser.add_argument("--gammas", type=int, nargs="+", default=[3, 5, 8, 12])
+    parser.add_argument("--rules", nargs="*", default=(), choices=gpu_ablation.ADAPTIVE)
     parser.add_argument(
         "--last-round", type=float, default=math.inf, help="seconds from the start; ablation only"
     )

@@ -85,7 +85,7 @@ def test_the_best_cells_of_the_sweep_are_repeated(tmp_path, monkeypatch):
     saved: list[Any] = []
     lab = argparse.Namespace(
         options=argparse.Namespace(
-            requests=[4], new_tokens=(2, 8), temperatures=[0.0, 0.7], gammas=[3, 8], repeats=3,
+            requests=[4], new_tokens=(2, 8), temperatures=[0.0, 0.7], gammas=[3, 8], rules=(), repeats=3,
             out=tmp_path,
         ),
         prompts=[[1, 2, 3], [1, 2], [4], [5, 6]],
@@ -119,7 +119,7 @@ def test_the_best_cells_of_the_sweep_are_repeated(tmp_path, monkeypatch):
 def test_rounds_end_in_time(tmp_path):
     lab = argparse.Namespace(late=lambda: True, say=print, save=lambda phase, found: None)
     lab.engines = dict.fromkeys(ENGINES)
-    lab.options = argparse.Namespace(gammas=[3], repeats=2)
+    lab.options = argparse.Namespace(gammas=[3], rules=(), repeats=2)
     table: dict[str, Any] = {}
     gpu_ablation._measure(lab, [], 0.0, table, {})  # type: ignore[arg-type]
     assert table == {}
