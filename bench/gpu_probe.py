@@ -11,7 +11,6 @@ engine; nothing of it is installed. What it does is chosen by environment variab
 * ``PROBE_REPLAY=0.9``: drafts are accepted at that rate whatever the model says, for random
   weights, whose own acceptance says nothing; ``probe_replay`` changes the rate;
 * ``PROBE_TENSOR_PARALLEL=1``: several ranks are not refused, so that they can be tried;
-* ``PROBE_LAYER_LISTS=1``: draft contexts with page lists per layer are not refused, likewise;
 * ``PROBE_ONE_GPU=1``: the ranks of an engine share the first GPU, see ``bench/gpu_shared.py``;
 * ``PROBE_PHASES=1``: phases of plain steps begin at random and have random lengths;
 * ``PROBE_READS_ALL=1``: at the refresh layer draft rows attend to everything;
@@ -60,8 +59,6 @@ def load() -> None:
         _read_in_one_piece()
     if os.environ.get("PROBE_TENSOR_PARALLEL"):
         _allow_ranks()
-    if os.environ.get("PROBE_LAYER_LISTS"):
-        _allow_layer_lists()
     if os.environ.get("PROBE_ONE_GPU"):
         share_one_gpu()
     if os.environ.get("PROBE_BREAK"):
@@ -290,13 +287,6 @@ def _allow_ranks() -> None:
 
     rows = tuple(row for row in flag_checks.FLAGS if "tp_size" not in row.flags)
     setattr(flag_checks, "FLAGS", rows)  # noqa: B010
-
-
-def _allow_layer_lists() -> None:
-    from aspire_sglang.runtime import flag_checks
-
-    rows = tuple(row for row in flag_checks.SETTINGS if "hybrid" not in row.values)
-    setattr(flag_checks, "SETTINGS", rows)  # noqa: B010
 
 
 def _read_in_one_piece() -> None:

@@ -49,8 +49,6 @@ COVERED = "{context: {ratio: 1.0}, scheduler: {policy: staggered, gamma: 6}}"
 # Sparse contexts so small that many drafts are rejected.
 TINY = "{context: {min_pages: 10, ratio: 0.01}, scheduler: {policy: staggered, gamma: 6}}"
 
-LAYER_LISTS = {"PROBE_LAYER_LISTS": "1"}
-
 
 def drafting(context: str, gamma: int = 6) -> str:
     """Settings with a draft context, and drafts of one length, phases spread."""
@@ -108,20 +106,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
         {},
     ),
     "tiny": ({**ASPIRE, **SMALL}, TINY, {}),
-    **{
-        name: ({**ASPIRE, **SMALL}, drafting(context), LAYER_LISTS)
-        for name, context in _LAYERED.items()
-    },
+    **{name: ({**ASPIRE, **SMALL}, drafting(context), {}) for name, context in _LAYERED.items()},
     "hybrid_page16": (
         {**ASPIRE, **SMALL, "page_size": 16},
         drafting(_LAYERED["hybrid"]),
-        LAYER_LISTS,
+        {},
     ),
-    "hybrid_eager": ({**ASPIRE, **SMALL, **EAGER}, drafting(_LAYERED["hybrid"]), LAYER_LISTS),
-    **{
-        name: (ASPIRE, f"{{context: {{{context}}}}}", LAYER_LISTS)
-        for name, context in CONTEXTS.items()
-    },
+    "hybrid_eager": ({**ASPIRE, **SMALL, **EAGER}, drafting(_LAYERED["hybrid"]), {}),
+    **{name: (ASPIRE, f"{{context: {{{context}}}}}", {}) for name, context in CONTEXTS.items()},
     "broken": ({**ASPIRE, **SMALL}, TINY, {"PROBE_BREAK": "1"}),
     "stock_whole": ({**STOCK, **SMALL}, "", {"PROBE_SPLITS": "1"}),
     "whole": ({**ASPIRE, **SMALL}, STAGGERED, {"PROBE_SPLITS": "1"}),

@@ -33,6 +33,12 @@ def test_every_line_is_a_configuration_of_its_engine(greedy):
             assert row.engine == "stock" or given.context == started.context
 
 
+def test_rules_can_be_left_out():
+    names = {row.name for row in rows(ENGINES, [3], True, ["the paper's rule"])}
+    assert "refresh, the paper's rule" in names
+    assert not any("shadow" in name for name in names)
+
+
 def test_prior_work_and_plain_decoding_are_among_the_lines():
     names = {row.name for row in rows(ENGINES, [3], True)}
     assert {*PRIOR, "refresh, plain decoding", "refresh, in step", "refresh, feedback"} <= names
@@ -73,6 +79,7 @@ class Engine:
     def counters(self) -> dict[str, Any]:
         n = self.steps
         counts = {"decode_steps": n, "mixed_steps": n // 2, "verify_rows": n}
+        counts["decode_microseconds"] = 100_000 * n
         return {**counts, "accepted_drafts": 3 * n, "draft_lengths": {"4": n}}
 
     def full_rates(self, running: int, start: int) -> list[float]:
@@ -85,8 +92,8 @@ def test_the_best_cells_of_the_sweep_are_repeated(tmp_path, monkeypatch):
     saved: list[Any] = []
     lab = argparse.Namespace(
         options=argparse.Namespace(
-            requests=[4], new_tokens=(2, 8), temperatures=[0.0, 0.7], gammas=[3, 8], rules=(), repeats=3,
-            out=tmp_path,
+            requests=[4], new_tokens=(2, 8), temperatures=[0.0, 0.7], gammas=[3, 8], rules=(),
+            repeats=3, out=tmp_path,
         ),
         prompts=[[1, 2, 3], [1, 2], [4], [5, 6]],
         engines={name: Engine(tmp_path, name, clock) for name in ENGINES},
@@ -105,6 +112,7 @@ def test_the_best_cells_of_the_sweep_are_repeated(tmp_path, monkeypatch):
     assert all("gamma: 3" in entry["settings"] for entry in line["finals"])
     entry = line["finals"][0]
     assert entry["steady_tokens_per_s"] == 6.0
+    assert entry["tokens_per_s_of_device_time"] == 32.0
     assert entry["accept_length"] == 4.0
     assert entry["mixed_fraction"] == 0.5
     assert entry["verifies_by_drafts"] == {"4": 10}
