@@ -162,14 +162,16 @@ def ablation(lab: Lab) -> dict[str, Any]:
         engine.answers(prompts, options.new_tokens[0])
         lab.say(f"{name} is warm")
     for temperature in options.temperatures:
-        found[f"temperature {temperature}"] = table = {}
+        table: dict[str, Any] = {}
+        found[f"temperature {temperature}"] = table
         _measure(lab, prompts, temperature, table, found)
         for kind in ("tokens_per_s", "tokens_per_s_of_device_time"):
             lab.say(kind)
             for text in summary(table, kind):
                 lab.say(text)
         lab.save("ablation", found)
-    found["cost_model_error"] = errors = {}
+    errors: dict[str, Any] = {}
+    found["cost_model_error"] = errors
     for name in [name for name in lab.engines if name in CONTEXTS][:2]:
         errors[label(name)] = cost_error(lab, name, prompts)
         lab.say(f"cost model, {name}: {errors[label(name)]}")
