@@ -35,6 +35,7 @@ def draft_contexts(lab: Lab) -> dict[str, Any]:
     """Every started engine in turn, round by round."""
     options = lab.options
     found: dict[str, Any] = {}
+    lab.fit_costs()
     for temperature in options.temperatures:
         for count in options.requests:
             key = f"{count} x {options.prompt_tokens}, temperature {temperature}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -21,10 +22,11 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import gpu_engine, gpu_exact, gpu_variants
+from bench import gpu_ablation, gpu_engine, gpu_exact, gpu_variants
 from bench.gpu_contexts import draft_contexts
 from bench.gpu_profile import host, profile, timeline
 from bench.gpu_ranks import killed_rank, ranks
+from bench.gpu_texts import mixed_lengths, mixed_prompts
 
 NEW_TOKENS = 96
 
@@ -37,14 +39,20 @@ class Lab:
         self.start = time.perf_counter()
         out: Path = options.out
         out.mkdir(parents=True, exist_ok=True)
-        room = max(options.requests) * (options.prompt_tokens + options.new_tokens[1] + 200)
+        count = max(options.requests)
+        mixed = mixed_lengths(count, *options.mixed) if options.mixed else None
+        tokens = sum(mixed) if mixed else count * options.prompt_tokens
+        room = tokens + count * (options.new_tokens[1] + 200)
         extra = gpu_variants.engine_arguments(options.tp_size)
         self.engines = {
             name: gpu_engine.Variant(name, options.model, room, out, extra)
             for name in options.engines
         }
-        count = max(*options.requests, 64)
-        self.prompts = gpu_engine.load_prompts(options.model, count, options.prompt_tokens)
+        if mixed:
+            self.prompts = mixed_prompts(options.model, mixed)
+        else:
+            count = max(count, 64)
+            self.prompts = gpu_engine.load_prompts(options.model, count, options.prompt_tokens)
         self.environment = gpu_engine._environment(options.commit)
         self.host_before = host_state()
         for name, engine in self.engines.items():
@@ -54,6 +62,18 @@ class Lab:
 
     def say(self, text: str) -> None:
         print(f"[{time.perf_counter() - self.start:5.0f} s] {text}", flush=True)
+
+    def late(self) -> bool:
+        """Whether no further round should begin."""
+        return time.perf_counter() - self.start > self.options.last_round
+
+    def fit_costs(self) -> None:
+        """Let every engine measure step costs anew, one after the other: engines that start side
+        by side disturb each other's profiles."""
+        for name in self.speculative():
+            self.engines[name].ask("flush_cache")
+            self.engines[name].ask("collective_rpc", method="probe_costs")
+            self.say(f"{name}: {self.engines[name].counters().get('cost_model')}")
 
     def save(self, phase: str, result: Any) -> None:
         content = {
@@ -296,7 +316,7 @@ PHASES = {
     phase.__name__: phase
     for phase in (
         *(texts, scores, distributions, timed, short, arrivals, profile, host, timeline),
-        *(ranks, killed_rank, draft_contexts),
+        *(ranks, killed_rank, draft_contexts, gpu_ablation.ablation),
     )
 }
 
@@ -313,6 +333,18 @@ def main() -> int:
     parser.add_argument("--settings", nargs="+", default=["default", "staggered"])
     parser.add_argument("--requests", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--prompt-tokens", type=int, default=7000)
+    parser.add_argument(
+        "--mixed",
+        type=int,
+        nargs=2,
+        metavar=("LEAST", "MOST"),
+        help="prompts of mixed lengths and kinds, for as many requests as the most of --requests",
+    )
+    parser.add_argument("--gammas", type=int, nargs="+", default=[3, 5, 8, 12])
+    parser.add_argument("--rules", nargs="*", default=(), choices=gpu_ablation.ADAPTIVE)
+    parser.add_argument(
+        "--last-round", type=float, default=math.inf, help="seconds from the start; ablation only"
+    )
     parser.add_argument("--new-tokens", type=int, nargs=2, default=(32, 288))
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument(

@@ -4,14 +4,13 @@ SGLang finds it through an entry point that :func:`install` writes into a folder
 engine; nothing of it is installed. What it does is chosen by environment variables:
 
 * always: the scheduler answers the remote calls ``probe_kv``, ``probe_host``, ``probe_timeline``,
-  ``probe_prefill`` and ``probe_fill``;
+  ``probe_prefill``, ``probe_costs`` and ``probe_fill``;
 * ``PROBE_SPLITS=1``: FlashAttention reads every context in one piece, in stock SGLang and ASPIRE;
 * ``PROBE_BREAK=1``: verify rows leave the KV that draft rows wrote, the fault that a check of the
   KV has to find;
 * ``PROBE_REPLAY=0.9``: drafts are accepted at that rate whatever the model says, for random
   weights, whose own acceptance says nothing; ``probe_replay`` changes the rate;
 * ``PROBE_TENSOR_PARALLEL=1``: several ranks are not refused, so that they can be tried;
-* ``PROBE_LAYER_LISTS=1``: draft contexts with page lists per layer are not refused, likewise;
 * ``PROBE_ONE_GPU=1``: the ranks of an engine share the first GPU, see ``bench/gpu_shared.py``;
 * ``PROBE_PHASES=1``: phases of plain steps begin at random and have random lengths;
 * ``PROBE_READS_ALL=1``: at the refresh layer draft rows attend to everything;
@@ -54,13 +53,12 @@ def load() -> None:
     Scheduler.probe_replay = probe_replay
     Scheduler.probe_timeline = probe_timeline
     Scheduler.probe_pairs = probe_pairs
+    Scheduler.probe_costs = probe_costs
     Scheduler.probe_prefill = probe_prefill
     if os.environ.get("PROBE_SPLITS"):
         _read_in_one_piece()
     if os.environ.get("PROBE_TENSOR_PARALLEL"):
         _allow_ranks()
-    if os.environ.get("PROBE_LAYER_LISTS"):
-        _allow_layer_lists()
     if os.environ.get("PROBE_ONE_GPU"):
         share_one_gpu()
     if os.environ.get("PROBE_BREAK"):
@@ -136,6 +134,17 @@ def probe_fill(scheduler: Any, texts: list[list[int]]) -> None:
 def probe_replay(scheduler: Any, rate: float) -> None:
     """Accept drafts at this rate from now on."""
     _RATE[0] = rate
+
+
+def probe_costs(scheduler: Any) -> None:
+    """Measure step costs as at the start. Nothing may run, and the prefix cache must be empty."""
+    from aspire_sglang.runtime.cost import RunningCost
+    from aspire_sglang.runtime.profile import profile_steps
+
+    worker = scheduler.draft_worker
+    worker.cost = RunningCost.profiled(lambda: profile_steps(worker))
+    worker.telemetry.cost = worker.cost.report
+    worker._apply_config(worker.config)
 
 
 def probe_pairs(_: Any, below: float | None) -> None:
@@ -278,13 +287,6 @@ def _allow_ranks() -> None:
 
     rows = tuple(row for row in flag_checks.FLAGS if "tp_size" not in row.flags)
     setattr(flag_checks, "FLAGS", rows)  # noqa: B010
-
-
-def _allow_layer_lists() -> None:
-    from aspire_sglang.runtime import flag_checks
-
-    rows = tuple(row for row in flag_checks.SETTINGS if "hybrid" not in row.values)
-    setattr(flag_checks, "SETTINGS", rows)  # noqa: B010
 
 
 def _read_in_one_piece() -> None:

@@ -49,8 +49,6 @@ COVERED = "{context: {ratio: 1.0}, scheduler: {policy: staggered, gamma: 6}}"
 # Sparse contexts so small that many drafts are rejected.
 TINY = "{context: {min_pages: 10, ratio: 0.01}, scheduler: {policy: staggered, gamma: 6}}"
 
-LAYER_LISTS = {"PROBE_LAYER_LISTS": "1"}
-
 
 def drafting(context: str, gamma: int = 6) -> str:
     """Settings with a draft context, and drafts of one length, phases spread."""
@@ -70,6 +68,8 @@ _PAGES_OF_8 = ", page_size: 8, min_pages: 64, last_pages: 16, sink_pages: 2"
 CONTEXTS = {
     "context_refresh_16": "selection: refresh",
     "context_refresh_8": f"selection: refresh{_PAGES_OF_8}",
+    "context_window_16": "selection: window",
+    "context_last_verify_16": "selection: last_verify",
     "context_per_layer_16": "selection: last_verify_per_layer",
     **{
         f"context_hybrid_{n}_{size}": f"selection: hybrid, list_layers: {n}{rest}"
@@ -106,20 +106,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
         {},
     ),
     "tiny": ({**ASPIRE, **SMALL}, TINY, {}),
-    **{
-        name: ({**ASPIRE, **SMALL}, drafting(context), LAYER_LISTS)
-        for name, context in _LAYERED.items()
-    },
+    **{name: ({**ASPIRE, **SMALL}, drafting(context), {}) for name, context in _LAYERED.items()},
     "hybrid_page16": (
         {**ASPIRE, **SMALL, "page_size": 16},
         drafting(_LAYERED["hybrid"]),
-        LAYER_LISTS,
+        {},
     ),
-    "hybrid_eager": ({**ASPIRE, **SMALL, **EAGER}, drafting(_LAYERED["hybrid"]), LAYER_LISTS),
-    **{
-        name: (ASPIRE, f"{{context: {{{context}}}}}", LAYER_LISTS)
-        for name, context in CONTEXTS.items()
-    },
+    "hybrid_eager": ({**ASPIRE, **SMALL, **EAGER}, drafting(_LAYERED["hybrid"]), {}),
+    **{name: (ASPIRE, f"{{context: {{{context}}}}}", {}) for name, context in CONTEXTS.items()},
     "broken": ({**ASPIRE, **SMALL}, TINY, {"PROBE_BREAK": "1"}),
     "stock_whole": ({**STOCK, **SMALL}, "", {"PROBE_SPLITS": "1"}),
     "whole": ({**ASPIRE, **SMALL}, STAGGERED, {"PROBE_SPLITS": "1"}),

@@ -43,8 +43,7 @@ SETTINGS = (
         "context.selection",
         ("hybrid", "last_verify_per_layer"),
         Works(f"{_LAYERED}test_layers_share_the_pages_that_one_of_them_chose"),
-        # tests/gpu/test_layered_attention.py and test_layered_engine.py have to pass first.
-        Refused("draft pages per layer were never run on a GPU"),
+        Works("tests/gpu/test_layered_engine.py::test_stock_finds_every_text_greedy"),
     ),
     Setting(
         "context.selection",

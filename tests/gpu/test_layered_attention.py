@@ -1,7 +1,5 @@
 """Draft page lists per layer on a GPU: the kernels against the definitions, the mixed step against
 the CPU implementation, and inside a CUDA graph.
-
-Servers refuse these contexts until this has passed on one.
 """
 
 from __future__ import annotations

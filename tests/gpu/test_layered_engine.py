@@ -2,8 +2,7 @@
 against stock fa3, as ``test_engine.py`` compares the default context's.
 
 Takes about five minutes, of which two are starts. The model comes from the package index, or from
-``ASPIRE_TEST_MODEL``. Servers refuse these contexts until these tests have passed; the engines here
-do not.
+``ASPIRE_TEST_MODEL``.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory):
             tp_size=1,
             requests=[16],
             prompt_tokens=7000,
+            mixed=None,
             new_tokens=(32, 96),
             start_timeout=300.0,
             commit=None,

@@ -45,6 +45,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory):
             tp_size=2,
             requests=[16],
             prompt_tokens=7000,
+            mixed=None,
             new_tokens=(32, 96),
             start_timeout=300.0,
             commit=None,

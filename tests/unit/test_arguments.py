@@ -209,8 +209,8 @@ def test_graphs_that_would_record_a_vote_are_refused_once(on_gpu):
         ("{context: {page_size: 48}}", "context.page_size 48"),
         ("{context: {page_size: 8}}", "--page-size 16"),
         (
-            "{context: {selection: hybrid}}",
-            "context.selection hybrid: draft pages per layer",
+            "{context: {selection: delta}}",
+            "context.selection delta: runs on a CPU only",
         ),
         (
             "{context: {refresh_layer: 30}}",

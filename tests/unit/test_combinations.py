@@ -14,12 +14,10 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
 from aspire_sglang.config import ContextConfig, parse_config
-from aspire_sglang.runtime import flag_checks
 from aspire_sglang.runtime.combinations import FLAGS, REQUESTS, Refused, Works
 from aspire_sglang.runtime.flag_checks import configuration_faults, flag_faults
 from aspire_sglang.runtime.model_limits import MODEL_LIMITS, model_faults
 from aspire_sglang.runtime.setting_rules import SETTINGS
-from bench import gpu_probe
 from bench.combinations import DENSE, DOCUMENT, GPU_DENSE, document
 
 ROOT = Path(__file__).parents[2]
@@ -105,13 +103,6 @@ def test_refused_settings_are_named_in_one_sentence(row, on_cpu):
 def test_every_draft_context_is_judged():
     listed = [value for row in SETTINGS for value in row.values]
     assert sorted(listed) == sorted(get_args(ContextConfig.model_fields["selection"].annotation))
-
-
-def test_tests_on_a_gpu_can_try_lists_per_layer(monkeypatch):
-    monkeypatch.setattr(flag_checks, "SETTINGS", SETTINGS)
-    gpu_probe._allow_layer_lists()
-    assert context_faults("hybrid", on_cpu=False) == []
-    assert len(context_faults("delta", on_cpu=False)) == 1
 
 
 def test_all_faults_are_reported_at_once():

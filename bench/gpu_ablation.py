@@ -1,0 +1,322 @@
+"""What each idea is worth on a GPU: published schedules and ours, on requests that differ.
+
+A draft context is built into the graphs of an engine, so each has an engine of its own, side by
+side on one GPU; schedules are switched between rounds. A round decodes as many tokens for each of
+256 requests of mixed lengths and kinds of text (``bench/gpu_texts.py``), all at once, its prompts
+in the prefix cache. In one call, on an H200 (about eight minutes, two of them starts):
+
+    python bench/gpu_lab.py --model MODEL --out DIR --phases ablation --requests 256 \\
+        --mixed 500 7500 --new-tokens 32 256 --temperatures 0.0 0.7 --repeats 3 \\
+        --gammas 3 5 8 12 --start-timeout 300 --engines context_refresh_16 context_hybrid_3_8 \\
+        context_per_layer_16 context_last_verify_16 context_window_16 stock
+
+First every fixed length and every constant cost ratio is tried once: the *sweep*. Then the best of
+each, and all rules that choose a length themselves, run ``--repeats`` times in alternating order:
+the *finals*. ``DIR/ablation.json`` holds all rounds, after each of them:
+
+* ``tokens_per_s``: tokens of the round over its wall clock, prefill from the cache and the last
+  requests that run alone included;
+* ``tokens_per_s_of_device_time``: the same tokens over the time of the decode steps by device
+  events. Where the host's thread is slower than the device, only this tells schedules apart;
+* ``steady_tokens_per_s``: median of what the server logged while all requests ran;
+* ``tpot_ms``: a request's latency over its tokens, 50th and 99th percentile;
+* ``accept_length``, ``discarded_drafts``, ``mixed_fraction`` of the steps, verifies by draft
+  length, and time per step, from the counters;
+* ``cost_model_error``: predicted against measured time of steps, over buckets of tokens and KV.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench import gpu_engine
+from bench.gpu_contexts import accept_length
+from bench.gpu_texts import shared_tokens
+from bench.gpu_variants import CONTEXTS
+
+if TYPE_CHECKING:
+    from bench.gpu_lab import Lab
+
+COST_RATIOS = (0.1, 0.2, 0.4)
+ADAPTIVE = {
+    "the paper's rule": "policy: aspire, confidence: false",
+    "the paper's rule, confidence": "policy: aspire",
+    "shadow price": "policy: shadow_price, confidence: false",
+    "shadow price, confidence": "policy: shadow_price",
+}
+PARTS = {
+    "one length for all": ["policy: global"],
+    "feedback": ["policy: feedback"],
+    "constant cost": [f"policy: constant_cost, cost_ratio: {ratio}" for ratio in COST_RATIOS],
+}
+"""Rules that leave something out; on the context ``refresh``."""
+PRIOR = ("window, in step", "last verify per layer, in step", "last verify per layer, staggered")
+"""As published: MagicDec; Vegas and SparseSpec without mixing; SparseSpec."""
+
+
+@dataclass
+class Row:
+    """A line of the table: a schedule on a context, with the settings that it is tried with.
+
+    Attributes:
+        name: of the line.
+        engine: that runs it.
+        settings: configurations; of several the best is quoted.
+        sweep: one round for each of the settings.
+        finals: rounds of the best one.
+    """
+
+    name: str
+    engine: str
+    settings: list[str]
+    sweep: list[dict[str, Any]] = field(default_factory=list)
+    finals: list[dict[str, Any]] = field(default_factory=list)
+
+    def best(self) -> str:
+        """The settings whose round of the sweep was the fastest."""
+        if len(self.settings) == 1:
+            return self.settings[0]
+        return str(max(self.sweep, key=lambda entry: entry["tokens_per_s"])["settings"])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"engine": self.engine, "sweep": self.sweep, "finals": self.finals}
+
+
+def label(engine: str) -> str:
+    """What a context is called in the table."""
+    kind, _, size = engine.removeprefix("context_").rpartition("_")
+    if kind.startswith("hybrid_"):
+        return f"hybrid, {kind.removeprefix('hybrid_')} layers a list, pages of {size}"
+    name = "last verify per layer" if kind == "per_layer" else kind.replace("_", " ")
+    return name if size == "16" else f"{name}, pages of {size}"
+
+
+def rows(
+    engines: Sequence[str], gammas: Sequence[int], greedy: bool, rules: Sequence[str] = ()
+) -> list[Row]:
+    """Lines for the engines there are.
+
+    Args:
+        engines: names from ``CONTEXTS``, and ``stock``.
+        gammas: fixed lengths to try.
+        greedy: whether drafts have confidences that may end them.
+        rules: adaptive rules to try, by the beginning of their names; all, if empty.
+    """
+    found = []
+    for engine in engines:
+        if engine not in CONTEXTS:
+            found.append(Row("stock", engine, [""]))
+            continue
+        name = label(engine)
+
+        def add(what: str, schedulers: Sequence[str], name: str = name, at: str = engine) -> None:
+            texts = [
+                f"{{context: {{{CONTEXTS[at]}}}, scheduler: {{{scheduler}}}}}"
+                for scheduler in schedulers
+            ]
+            found.append(Row(f"{name}, {what}", at, texts))
+
+        for policy, what in (("fixed", "in step"), ("staggered", "staggered")):
+            add(what, [f"policy: {policy}, gamma: {gamma}" for gamma in gammas])
+        for what, scheduler in ADAPTIVE.items():
+            # What confidence is worth is asked on two contexts only.
+            both = name.startswith(("refresh", "hybrid"))
+            if rules and not what.startswith(tuple(rules)):
+                continue
+            if (greedy and both) or greedy == what.endswith("confidence"):
+                add(what, [scheduler])
+        if engine == "context_refresh_16":
+            for what, schedulers in PARTS.items():
+                add(what, schedulers)
+            add("plain decoding", ["policy: ar"])
+    return found
+
+
+def ablation(lab: Lab) -> dict[str, Any]:
+    """Sweep and finals at every temperature, then the error of the cost model."""
+    options = lab.options
+    prompts = lab.prompts[: max(options.requests)]
+    lengths = [len(prompt) for prompt in prompts]
+    found: dict[str, Any] = {
+        "prompts": {
+            "requests": len(prompts),
+            "tokens": sum(lengths),
+            "least_mean_most": [min(lengths), sum(lengths) / len(lengths), max(lengths)],
+            "shared_tokens": shared_tokens(prompts),
+        },
+        "new_tokens": options.new_tokens[1],
+    }
+    lab.fit_costs()
+    for name, engine in lab.engines.items():
+        engine.answers(prompts, 1)
+        # Compiles and caches what only a full batch needs.
+        engine.answers(prompts, options.new_tokens[0])
+        lab.say(f"{name} is warm")
+    for temperature in options.temperatures:
+        table: dict[str, Any] = {}
+        found[f"temperature {temperature}"] = table
+        _measure(lab, prompts, temperature, table, found)
+        for kind in ("tokens_per_s", "tokens_per_s_of_device_time"):
+            lab.say(kind)
+            for text in summary(table, kind):
+                lab.say(text)
+        lab.save("ablation", found)
+    errors: dict[str, Any] = {}
+    found["cost_model_error"] = errors
+    for name in [name for name in lab.engines if name in CONTEXTS][:2]:
+        errors[label(name)] = cost_error(lab, name, prompts)
+        lab.say(f"cost model, {name}: {errors[label(name)]}")
+    return found
+
+
+def _measure(
+    lab: Lab,
+    prompts: list[list[int]],
+    temperature: float,
+    table: dict[str, Any],
+    found: dict[str, Any],
+) -> None:
+    options = lab.options
+    lines = rows(list(lab.engines), options.gammas, temperature == 0.0, options.rules)
+    cells = [(row, text) for row in lines if len(row.settings) > 1 for text in row.settings]
+    # In random order, so that a slower minute meets everybody.
+    random.Random(3).shuffle(cells)
+    for row, text in cells:
+        if lab.late():
+            break
+        row.sweep.append(one_round(lab, row.engine, text, prompts, temperature))
+        table[row.name] = row.as_dict()
+    lab.save("ablation", found)
+    for repeat in range(options.repeats):
+        turn = lines[repeat * 5 % len(lines) :] + lines[: repeat * 5 % len(lines)]
+        for row in turn[:: 1 if repeat % 2 == 0 else -1]:
+            if lab.late() or (len(row.settings) > 1 and not row.sweep):
+                continue
+            entry = one_round(lab, row.engine, row.best(), prompts, temperature)
+            row.finals.append(entry)
+            table[row.name] = row.as_dict()
+            lab.say(
+                f"{row.name}: {entry['tokens_per_s']:,.0f}, steady {entry['steady_tokens_per_s']}, "
+                f"{entry['accept_length'] or 0:.2f} tokens per verify"
+            )
+        lab.save("ablation", found)
+
+
+def one_round(
+    lab: Lab, name: str, text: str, prompts: list[list[int]], temperature: float
+) -> dict[str, Any]:
+    """All prompts at once, with the given settings.
+
+    Raises:
+        ValueError: the settings were not taken.
+    """
+    engine, new = lab.engines[name], lab.options.new_tokens[1]
+    if text and not engine.ask("configure", text=text):
+        raise ValueError(f"settings {text} were not taken")
+    before = engine.counters()
+    logged = engine.log.stat().st_size
+    start = time.perf_counter()
+    answers = engine.answers(prompts, new, temperature)
+    seconds = time.perf_counter() - start
+    counters = gpu_engine._difference(before, engine.counters())
+    full = engine.full_rates(len(prompts), logged)
+    latencies = sorted(answer["meta_info"]["e2e_latency"] / new * 1e3 for answer in answers)
+    steps, busy = counters.get("decode_steps", 0), counters.get("decode_microseconds", 0)
+    return {
+        "settings": text,
+        "seconds": seconds,
+        "tokens_per_s": len(prompts) * new / seconds,
+        "tokens_per_s_of_device_time": len(prompts) * new / busy * 1e6 if busy else None,
+        "steady_tokens_per_s": statistics.median(full) if full else None,
+        "tpot_ms": {f"p{share}": percentile(latencies, share) for share in (50, 99)},
+        "accept_length": accept_length(counters),
+        "discarded_drafts": counters.get("discarded_drafts", 0),
+        "accepted_drafts": counters.get("accepted_drafts", 0),
+        "steps": steps,
+        "plain_steps": counters.get("plain_graph_steps", 0),
+        "mixed_fraction": counters.get("mixed_steps", 0) / steps if steps else 0.0,
+        "us_per_step": busy / steps if steps else None,
+        "verifies_by_drafts": counters.get("draft_lengths", {}),
+    }
+
+
+def percentile(ascending: list[float], share: float) -> float:
+    """The least value that so many percent of all do not exceed."""
+    return ascending[max(math.ceil(len(ascending) * share / 100) - 1, 0)]
+
+
+def rate_of(line: dict[str, Any], kind: str = "tokens_per_s") -> float | None:
+    """Median of the finals; None without any."""
+    rates = [entry[kind] for entry in line["finals"] if entry[kind]]
+    return statistics.median(rates) if rates else None
+
+
+def summary(table: dict[str, Any], kind: str = "tokens_per_s") -> list[str]:
+    """A line per row, with its rate over that of plain decoding; then what was asked for: our best
+    rule over the best fixed length on the same context, and over the best of prior work."""
+    rates = {name: rate for name, line in table.items() if (rate := rate_of(line, kind))}
+    plain = rates.get("refresh, plain decoding") or rates.get("stock")
+    texts = []
+    for name, rate in rates.items():
+        finals = [entry[kind] for entry in table[name]["finals"]]
+        text = f"{name}: {rate:,.0f} ({min(finals):,.0f} to {max(finals):,.0f})"
+        texts.append(text + (f", {rate / plain:.3f} of plain" if plain else ""))
+    ours = {name: rate for name, rate in rates.items() if name.endswith(tuple(ADAPTIVE))}
+    for name, rate in ours.items():
+        context = next(name[: -len(what) - 2] for what in ADAPTIVE if name.endswith(what))
+        fixed = [rates.get(f"{context}, {what}") for what in ("in step", "staggered")]
+        if known := [other for other in fixed if other]:
+            texts.append(f"{name} over the best fixed length: {rate / max(known):.3f}")
+    prior = [rates[name] for name in PRIOR if name in rates]
+    if prior and ours:
+        texts.append(f"our best over the best of prior work: {max(ours.values()) / max(prior):.3f}")
+    return texts
+
+
+def cost_error(lab: Lab, name: str, prompts: list[list[int]]) -> dict[str, Any]:
+    """How far predicted step times are from those measured on the device, default schedule."""
+    engine = lab.engines[name]
+    engine.ask("configure", text=f"{{context: {{{CONTEXTS[name]}}}}}")
+    path = Path(lab.options.out) / f"steps-{name}.json"
+    engine.ask("collective_rpc", method="probe_timeline", path=None)
+    engine.answers(prompts, lab.options.new_tokens[1])
+    engine.ask("collective_rpc", method="probe_timeline", path=str(path))
+    return errors_by_bucket(json.loads(path.read_text()))
+
+
+def errors_by_bucket(events: list[list[Any]], least: int = 8) -> dict[str, Any]:
+    """Errors of the ``device`` events of ``probe_timeline``, relative to what was measured.
+
+    Steps are alike within half a power of two of tokens and of KV tokens; buckets of fewer than
+    ``least`` steps are left out.
+    """
+    buckets: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for event in events:
+        if event[0] != "device":
+            continue
+        _, _, _, tokens, kv_tokens, seconds, predicted, *_ = event
+        key = round(2 * math.log2(tokens)), round(2 * math.log2(max(kv_tokens, 1)))
+        buckets[key].append(abs(predicted / seconds - 1.0))
+    every = [error for errors in buckets.values() for error in errors]
+    medians = {
+        f"{2 ** (tokens / 2):.0f} tokens, {2 ** (kv / 2):.0f} KV": statistics.median(errors)
+        for (tokens, kv), errors in buckets.items()
+        if len(errors) >= least
+    }
+    worst = max(medians, key=lambda key: medians[key], default=None)
+    return {
+        "steps": len(every),
+        "median": statistics.median(every) if every else None,
+        "p99": percentile(sorted(every), 99) if every else None,
+        "worst_bucket": [worst, medians[worst]] if worst else None,
+        "buckets": len(medians),
+    }
