@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from aspire_sglang.runtime.device_sampler import DeviceAccepted
 from aspire_sglang.runtime.draft_state import SlotState
 from aspire_sglang.runtime.gpu_graphs import TierLayout
 from aspire_sglang.runtime.modes import Running
+from aspire_sglang.runtime.results import Verified
 from aspire_sglang.speculation.cost_model import StepShape
 
 # Steps take a few milliseconds and learning from one a fifth of one.
@@ -90,19 +92,18 @@ class Launched:
 
 @dataclass(frozen=True)
 class Joined:
-    """The outcome of consecutive steps that are handed to SGLang as one.
+    """The outcome of consecutive steps that are handed to SGLang as one result.
 
-    Their verify rows are different requests, one step's after the other's, which is all that
-    SGLang's processing of a result relies on.
+    ``tokens``, ``accept_lens`` and ``drafts`` hold the verify rows of one step after the other's.
 
-    ``rows``: batch row of each verify row.
+    ``parts``: what SGLang's processing is to see at once: everything, or, where a request verifies
+    in two steps, each step by itself.
     """
 
     tokens: torch.Tensor
     accept_lens: torch.Tensor
     drafts: torch.Tensor
-    rows: list[int]
-    feedbacks: list[Feedback]
+    parts: list[Verified]
 
     @classmethod
     def of(cls, steps: list[Launched]) -> Joined:
@@ -110,21 +111,26 @@ class Joined:
         drafts = [torch.from_numpy(h.pending[h.order[h.num_drafts :]]) for h in hosts]
         outcomes = [step.outcome for step in steps]
         tokens, lens = [o.tokens for o in outcomes], [o.accept_lens for o in outcomes]
+        feedbacks = [step.feedback for step in steps]
+        parts = [Verified(h.verify_rows, f) for h, f in zip(hosts, feedbacks, strict=True)]
+        rows = [row for part in parts for row in part.rows]
+        if len(set(rows)) == len(rows):
+            parts = [Verified(rows, partial(_feed, feedbacks))]
         return cls(
             tokens[0] if len(steps) == 1 else torch.cat(tokens),
             lens[0] if len(steps) == 1 else torch.cat(lens),
             drafts[0] if len(steps) == 1 else torch.cat(drafts),
-            [row for host in hosts for row in host.verify_rows],
-            [step.feedback for step in steps],
+            parts,
         )
 
-    def feed(self, accept_lens: list[int]) -> None:
-        """Every step learns from its own rows."""
-        start = 0
-        for feedback in self.feedbacks:
-            end = start + len(feedback.verified)
-            feedback(accept_lens[start:end])
-            start = end
+
+def _feed(feedbacks: list[Feedback], accept_lens: list[int]) -> None:
+    """Every step learns from its own rows."""
+    start = 0
+    for feedback in feedbacks:
+        end = start + len(feedback.verified)
+        feedback(accept_lens[start:end])
+        start = end
 
 
 def shape_of(running: Running, step: HostStep, draft_kv: Sequence[int]) -> StepShape:

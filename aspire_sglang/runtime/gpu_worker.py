@@ -3,8 +3,8 @@
 A step is launched without waiting for the device. What it accepted becomes known when SGLang
 processes its result: at once, or with overlap scheduling while the next step runs. Until then the
 host knows the number of pending drafts exactly, as every verify leaves none, and the number of
-committed tokens up to one verify. So it can launch two steps before SGLang sees a result, if no
-request verifies in both.
+committed tokens up to one verify. So it can launch two steps before SGLang sees a result: a request
+that verifies in both has no drafts in the second.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from aspire_sglang.runtime.gpu_profile import device_step
 from aspire_sglang.runtime.gpu_step import Feedback, Joined, Launched, Staged, shape_of
 from aspire_sglang.runtime.modes import Running
 from aspire_sglang.runtime.reserve import warm_up
-from aspire_sglang.runtime.results import FEEDBACK, VERIFIED_ROWS
+from aspire_sglang.runtime.results import VERIFIED
 from aspire_sglang.runtime.spec_inputs import NextStepInput, StagedForwardInput
 from aspire_sglang.runtime.switch import draft_limit
 from aspire_sglang.runtime.worker import AspireWorker
@@ -263,10 +263,7 @@ class GpuWorker(AspireWorker):
     def _second_of_pair(
         self, running: Running, first: Launched
     ) -> tuple[Running, HostStep, list[int]] | None:
-        """Another step to launch before SGLang sees the result of the first, None if there is none.
-
-        No request may verify in both.
-        """
+        """Another step to launch before SGLang sees the result of the first, None for none."""
         graphs, feedback = self.mixed_graphs, first.feedback
         short = self.cost.model.predict(feedback.shape) < gpu_step.PAIRED_BELOW
         most = self.speculative_num_steps
@@ -285,9 +282,7 @@ class GpuWorker(AspireWorker):
                 ended.add(row)
         after = Running(slots, seq_lens, states, caps)
         verify, draft_kv = self.modes.decide(*after)
-        # Those that may have ended by now sit the step out; others would decode plainly in both.
-        if any(verify[row] for row in rows if row not in ended):
-            return None
+        # Those that may have ended by now sit the step out.
         step = self._host_step(after, verify, list(ended))
         fits = tier_of(self.model_runner.decode_cuda_graph_runner, len(step.order), step.num_tokens)
         return (after, step, draft_kv) if fits else None
@@ -380,8 +375,7 @@ class GpuWorker(AspireWorker):
             speculative_num_draft_tokens=self.speculative_num_draft_tokens,
             can_run_cuda_graph=steps[-1].feedback.graph,
         )
-        setattr(result, VERIFIED_ROWS, joined.rows)
-        setattr(result, FEEDBACK, joined.feed)
+        setattr(result, VERIFIED, joined.parts)
         return result
 
     # -- start-up profile --

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple
 
 from sglang.srt.runtime_context import get_server_args
 
@@ -17,15 +18,23 @@ from aspire_sglang.runtime.arguments import is_aspire
 from aspire_sglang.runtime.logprobs import mend_listed
 from aspire_sglang.runtime.plain_steps import PLAIN_PHASE
 
-VERIFIED_ROWS = "aspire_verified_rows"
-"""Attribute of a ``GenerationBatchResult``: batch indices of the verified rows, in the order of
-the rows of its per-request tensors."""
-
-FEEDBACK = "aspire_feedback"
-"""Attribute of a ``GenerationBatchResult``: called with its accept lengths once they are on the
-host."""
+VERIFIED = "aspire_verified"
+"""Attribute of a ``GenerationBatchResult``: its :class:`Verified` parts."""
 
 _WHOLE_BATCH = "aspire_whole_batch"
+
+
+class Verified(NamedTuple):
+    """Verify rows that SGLang is shown together; no request is among them twice.
+
+    Attributes:
+        rows: batch index of each. The result's per-request tensors hold the rows of its parts one
+            part behind the other.
+        feedback: called with their accept lengths once those are on the host.
+    """
+
+    rows: list[int]
+    feedback: Callable[[list[int]], None] | None = None
 
 
 def process_verified_rows(
@@ -36,19 +45,37 @@ def process_verified_rows(
     if phase is not None:
         mend_listed(batch, result.logits_output)
         return phase.owner.process(phase, batch, result, partial(original, processor))
-    rows = getattr(result, VERIFIED_ROWS, None)
-    if rows is None:
+    parts: list[Verified] | None = getattr(result, VERIFIED, None)
+    if parts is None:
         return original(processor, batch, result)
-    feedback = getattr(result, FEEDBACK, None)
-    if feedback is not None:
-        result.copy_done.synchronize()
-        feedback(result.accept_lens.tolist())
-    if not rows:
-        return None
-    verified = copy.copy(batch)
-    verified.reqs = [batch.reqs[row] for row in rows]
-    setattr(verified, _WHOLE_BATCH, batch)
-    return original(processor, verified, result)
+    first = 0
+    for part in parts:
+        rows, stop = part.rows, first + len(part.rows)
+        if part.feedback is not None:
+            result.copy_done.synchronize()
+            part.feedback(result.accept_lens[first:stop].tolist())
+        places = list(range(first, stop))
+        if first > 0:
+            # Whoever ended in the part before has nothing to come.
+            kept = [not batch.reqs[row].finished() for row in rows]
+            rows, places = list(compress(rows, kept)), list(compress(places, kept))
+        if rows:
+            verified = copy.copy(batch)
+            verified.reqs = [batch.reqs[row] for row in rows]
+            setattr(verified, _WHOLE_BATCH, batch)
+            shown = result if len(parts) == 1 else _rows_of(result, places)
+            original(processor, verified, shown)
+        first = stop
+    return None
+
+
+def _rows_of(result: Any, places: list[int]) -> Any:
+    """A copy of ``result`` with some rows of its per-request tensors."""
+    some = copy.copy(result)
+    tokens = result.next_token_ids.view(-1, result.speculative_num_draft_tokens)
+    some.next_token_ids = tokens[places].flatten()
+    some.accept_lens, some.cap_lens = result.accept_lens[places], result.cap_lens[places]
+    return some
 
 
 def report_whole_batch(

@@ -32,7 +32,7 @@ from aspire_sglang.runtime.plain_worker import PlainPhases
 from aspire_sglang.runtime.profile import host_step
 from aspire_sglang.runtime.rank_check import RankCheck, check_wanted
 from aspire_sglang.runtime.ranks import Ranks
-from aspire_sglang.runtime.results import VERIFIED_ROWS
+from aspire_sglang.runtime.results import VERIFIED, Verified
 from aspire_sglang.runtime.sampler import Accepted, StepSampler
 from aspire_sglang.runtime.seeds import seeds_of
 from aspire_sglang.runtime.spec_inputs import MixedForwardInput, NextStepInput
@@ -331,7 +331,7 @@ class AspireWorker(PlainPhases, BaseSpecWorker):
             speculative_num_draft_tokens=self.speculative_num_draft_tokens,
             can_run_cuda_graph=forward.can_run_cuda_graph,
         )
-        setattr(result, VERIFIED_ROWS, rows)
+        setattr(result, VERIFIED, [Verified(rows)])
         return result
 
     def _generation(self, req: Any) -> int:

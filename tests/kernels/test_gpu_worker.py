@@ -17,7 +17,7 @@ from aspire_sglang.context.sparse import RefreshConfig, SparseContext
 from aspire_sglang.runtime import gpu_profile, gpu_step, gpu_worker, plain_requests, worker
 from aspire_sglang.runtime import plain_steps as plain_steps_module
 from aspire_sglang.runtime.plain_steps import PLAIN_PHASE
-from aspire_sglang.runtime.results import FEEDBACK, VERIFIED_ROWS
+from aspire_sglang.runtime.results import VERIFIED, process_verified_rows
 
 VOCAB, GAMMA, WIDTH = 50, 4, 128
 
@@ -131,6 +131,9 @@ class Batch:
     spec_algorithm = Algorithm(False)
     spec_info = input_embeds = seq_lens_cpu = None
     enable_overlap = False
+    late = False
+    end = None
+    """A token that ends a request."""
 
     def __init__(self, prompts: list[int], new_tokens: int) -> None:
         self.reqs = [
@@ -199,16 +202,26 @@ class Batch:
                     req.output_ids.append(token)
 
             return phase.owner.process(phase, batch, result, original)
-        lens = result.accept_lens.tolist()
-        getattr(result, FEEDBACK)(lens)
-        stride = result.speculative_num_draft_tokens
-        for i, row in enumerate(getattr(result, VERIFIED_ROWS)):
-            tokens = result.next_token_ids[i * stride : i * stride + lens[i]].tolist()
-            batch.reqs[row].output_ids += tokens
-            batch.reqs[row].kv_committed_len += lens[i]
-            batch.reqs[row].spec_verify_ct += 1
-            batch.reqs[row].accepted += lens[i] - 1
-        return None
+        result.copy_done = SimpleNamespace(synchronize=lambda: None)
+        return process_verified_rows(self.process_rows, None, batch, result)
+
+    def process_rows(self, _, batch, result):
+        """SGLang shows a streamed request's tokens once per result: nobody may be in it twice."""
+        assert len({req.rid for req in batch.reqs}) == len(batch.reqs)
+        lens, stride = result.accept_lens.tolist(), result.speculative_num_draft_tokens
+        tokens = result.next_token_ids.view(-1, stride).tolist()
+        for i, req in enumerate(batch.reqs):
+            if req.finished():
+                # In the step before, unknown when this one was launched.
+                assert self.late
+                continue
+            assert result.cap_lens[i] < stride
+            req.output_ids += tokens[i][: lens[i]]
+            req.kv_committed_len += lens[i]
+            req.spec_verify_ct += 1
+            req.accepted += lens[i] - 1
+            if self.end in req.output_ids[1:]:
+                req.finished = lambda: True
 
 
 @pytest.mark.parametrize("late", [0, 1], ids=["at-once", "one-step-late"])
@@ -254,19 +267,17 @@ def test_pairs_of_steps_write_what_single_steps_write(monkeypatch, late, policy)
         batch = Batch([10, 20, 30], new_tokens=14)
         batch.reqs[1].sampling_params.max_new_tokens = 9
         start(made, batch)
-        queue, rows, both = [], [], 0
+        queue, parts, both = [], [], 0
         while any(len(r.output_ids) < r.sampling_params.max_new_tokens for r in batch.reqs):
             before = made._in_row
             result = batch.decode(made)
             both += made._in_row - before == 2
-            rows.append(getattr(result, VERIFIED_ROWS))
+            parts += [len(getattr(result, VERIFIED))]
             queue.append((batch.snapshot(), result))
             if len(queue) > late:
                 batch.process(*queue.pop(0))
         for each in queue:
             batch.process(*each)
-        # SGLang processes the rows of a result one by one: nobody may be in it twice.
-        assert all(len(set(row)) == len(row) for row in rows)
         assert (both > 2) == (below > 0)
         assert batch.seq_lens.tolist() == [req.kv_committed_len for req in batch.reqs]
         assert all(state.unsettled == 0 for state in made.state._slots.values())
@@ -310,6 +321,49 @@ def test_pairs_draw_the_same_samples(monkeypatch, late):
         texts.append([req.output_ids[:30] for req in batch.reqs])
     assert texts[0] == texts[1]
     assert len(set(texts[0][0])) > 10
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["at-once", "one-step-late"])
+@pytest.mark.parametrize("prompt", [43, 44], ids=["ends in a first step", "ends in a second step"])
+def test_a_request_without_drafts_takes_both_steps_of_a_pair(monkeypatch, late, prompt):
+    found = {}
+    for below in (0.0, 1.0):
+        monkeypatch.setattr(gpu_step, "PAIRED_BELOW", below)
+        made = make(monkeypatch, [2, 5, 10, 15])
+        monkeypatch.setenv(
+            "ASPIRE_CONFIG", "{scheduler: {policy: staggered, gamma: 3}, cost_profile: false}"
+        )
+        made.reload_config()
+        made.mixed_graphs = Graphs(made)
+        batch = Batch([10, 20, prompt], new_tokens=60)
+        batch.late, batch.end = bool(late), 0
+        plain = batch.reqs[2]
+        plain.sampling_params.custom_params = {"aspire": False}
+        start(made, batch)
+        queue, twice, verified = [], 0, 0
+        for _ in range(40):
+            result = batch.decode(made)
+            parts = getattr(result, VERIFIED)
+            twice += len(parts) == 2
+            verified += sum(part.rows.count(2) for part in parts) if plain in batch.reqs else 0
+            queue.append((batch.snapshot(), result))
+            if len(queue) > late:
+                batch.process(*queue.pop(0))
+            if plain in batch.reqs and plain.finished():
+                batch.leave(2)
+            if len(batch.reqs[0].output_ids) > 10 and plain.finished():
+                break
+        for each in queue:
+            batch.process(*each)
+        assert (twice > 1) == (below > 0)
+        assert plain.output_ids == [*range(prompt + 1, VOCAB), batch.end]
+        assert plain.spec_verify_ct == len(plain.output_ids) - 1
+        stats = made.telemetry.snapshot()["requests"]["2"]
+        assert stats["verify_steps"] == plain.spec_verify_ct
+        # What was launched behind its end was not shown to anybody.
+        assert verified - plain.spec_verify_ct <= 1 + 3 * late
+        found[below] = [req.output_ids[:10] for req in batch.reqs]
+    assert found[0.0] == found[1.0]
 
 
 class Graphs:
