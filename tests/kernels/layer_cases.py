@@ -25,7 +25,7 @@ class LayerShape(ListShape):
 
 
 LAYER_SHAPES = {
-    "short and long": LayerShape((1, 16, 17, 127, 128, 129, 700, 0, 3000)),
+    "short and long": LayerShape((1, 16, 17, 127, 128, 129, 700, 0, 1500)),
     "own pages only": LayerShape((700, 0, 333, 90, 5), own_share=1.0),
     "few own pages": LayerShape((700, 333), own_share=0.1),
     "one list": LayerShape((700, 150), num_lists=1),
@@ -39,7 +39,7 @@ LAYER_SHAPES = {
     "page 64, KV page 16": LayerShape((64, 65, 2000, 0), page_size=64, kv_page_size=16),
     "token pages": LayerShape((170, 41, 990), page_size=1, sink=3, last=8, min_pages=40),
     "long lists of token pages": LayerShape(
-        (1500, 1024, 1025, 3, 0), page_size=1, min_pages=700, num_lists=2
+        (1200, 1025, 3, 0), page_size=1, min_pages=540, num_lists=2
     ),
     "three quarters": LayerShape((333, 700), own_share=0.75, min_pages=9),
 }

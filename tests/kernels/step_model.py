@@ -5,18 +5,25 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+import triton
 
 from aspire_sglang.attention.cpu_mixed import CpuMixedAttention
 from aspire_sglang.attention.gpu_layered import create_gpu_attention
 from aspire_sglang.attention.mixed import AttentionSpec, create_mixed_attention
 from aspire_sglang.attention.rows import ForwardRows
 from aspire_sglang.attention.step_buffers import HostStep, StepBuffers, StepView, pack_step
+from aspire_sglang.attention.triton_mixed import Launch, TritonMixedAttention
 from aspire_sglang.context.selection import SelectionConfig
 from aspire_sglang.context.sparse import RefreshConfig, SparseContext
 from aspire_sglang.kernels.step_layout import lay_out_step
 from tests.kernels.layer_cases import same_selection
 
 KV_HEADS, GROUP, DIM, WIDTH = 2, 3, 64, 320
+
+INTERPRETED = Launch(
+    block_n=128, small_m=16, large_m=16, warps=4, stages=2, programs=3, min_share=4
+)
+"""The interpreter's time goes by operations, however large: long contexts in three blocks."""
 
 
 def lay_out(buffers, step, rows, tokens, seq_lens, state, table, drafts_vote=True):
@@ -65,8 +72,12 @@ class Model:
             )
 
         spec = AttentionSpec(GROUP * KV_HEADS, KV_HEADS, DIM, page, dtype, dtype, DIM**-0.5)
+        if triton.knobs.runtime.interpret:
+            mixed = TritonMixedAttention(spec, max_seqlen_q=5, device=device, launch=INTERPRETED)
+        else:
+            mixed = create_mixed_attention(kernel, spec, max_seqlen_q=5, device=device)
         self.gpu = create_gpu_attention(
-            create_mixed_attention(kernel, spec, max_seqlen_q=5, device=device),
+            mixed,
             context(device),
             req_to_token=self.table.to(device),
             page_size=page,

@@ -86,16 +86,28 @@ def test_draft_rows_may_keep_their_vote():
     assert view.voting.tolist() == [-1, 2, -1]
 
 
-@pytest.mark.parametrize("page", [1, 16])
+SOURCES = {
+    "same-step": RefreshConfig("refresh", 1, same_step=True),
+    "next-step": RefreshConfig("refresh", 0, same_step=False),
+    "last-verify": RefreshConfig("last_verify", 1, same_step=True),
+    "window": RefreshConfig("window", 1, same_step=True),
+}
+# The size of a page and where lists come from meet only where tables are refreshed within a step.
+ALWAYS = (("same-step", 1), ("same-step", 16), ("next-step", 1), ("last-verify", 16), ("window", 1))
+
+
 @pytest.mark.parametrize(
-    "refresh",
+    ("refresh", "page"),
     [
-        RefreshConfig("refresh", 1, same_step=True),
-        RefreshConfig("refresh", 0, same_step=False),
-        RefreshConfig("last_verify", 1, same_step=True),
-        RefreshConfig("window", 1, same_step=True),
+        pytest.param(
+            refresh,
+            page,
+            id=f"{name}-{page}",
+            marks=() if (name, page) in ALWAYS else pytest.mark.slow,
+        )
+        for name, refresh in SOURCES.items()
+        for page in (1, 16)
     ],
-    ids=["same-step", "next-step", "last-verify", "window"],
 )
 def test_equals_the_cpu_implementation(page, refresh):
     model = Model(page, refresh)

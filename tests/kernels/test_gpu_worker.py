@@ -299,14 +299,14 @@ def test_pairs_draw_the_same_samples(monkeypatch, late):
         )
         made.reload_config()
         made.mixed_graphs = Graphs(made, noisy=True)
-        batch = Batch([10, 20, 30], new_tokens=30)
+        batch = Batch([10, 20, 30], new_tokens=16)
         for req in batch.reqs[:2]:
             params = req.sampling_params
             params.top_k, params.top_p, params.min_p = 1 << 30, 1.0, 0.0
             params.temperature = 0.8
         start(made, batch)
         queue, both = [], 0
-        while any(len(req.output_ids) < 30 for req in batch.reqs):
+        while any(len(req.output_ids) < 16 for req in batch.reqs):
             before = made._in_row
             queue.append((batch.snapshot(), batch.decode(made)))
             both += made._in_row - before == 2
@@ -316,11 +316,11 @@ def test_pairs_draw_the_same_samples(monkeypatch, late):
             batch.process(*each)
         assert (both > 5) == (below > 0)
         totals = made.telemetry.totals
-        assert totals["accepted_drafts"] > 10
-        assert totals["discarded_drafts"] > 10
-        texts.append([req.output_ids[:30] for req in batch.reqs])
+        assert totals["accepted_drafts"] > 5
+        assert totals["discarded_drafts"] > 5
+        texts.append([req.output_ids[:16] for req in batch.reqs])
     assert texts[0] == texts[1]
-    assert len(set(texts[0][0])) > 10
+    assert len(set(texts[0][0])) > 8
 
 
 @pytest.mark.parametrize("late", [0, 1], ids=["at-once", "one-step-late"])

@@ -135,9 +135,10 @@ def test_tables_of_all_lists_are_two_launches(monkeypatch):
         (LAYERED["last verify per two layers"], [(range(3), True)]),
     ):
         model = Model(16, refresh, layers=5)
-        model.prefill([1, 2], [230, 75])
+        # Longer than the budget, but a single block.
+        model.prefill([1, 2], [120, 75])
         asked.clear()
-        model.step([1, 2], [230, 75], [0, 2], [False, True], pad=1)
+        model.step([1, 2], [120, 75], [0, 2], [False, True], pad=1)
         assert asked == wanted
 
 

@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 import yaml
 
+from aspire_sglang.cli.process_tree import kill_session
 from aspire_sglang.cli.server import Server, aspire_args, plain_args
 from bench.smollm2 import model_path
 from tests.server.client import Client
 from tests.server.tiny import write_tiny_model
+from tests.server.tiny_model import CONTEXT as SMALL_CONTEXT
+from tests.server.tiny_model import save as save_small_model
 
 START_SECONDS = 900
 """A server starts in half a minute, but not on two busy cores."""
@@ -85,6 +88,13 @@ def serving(
         client = Aspire(started, True, tokenizer)
         client.config_file = config
         yield client
+        end(started)
+
+
+def end(server: Server) -> None:
+    """What ``Server.stop`` comes to, without the five seconds that SGLang takes to obey."""
+    kill_session(server.pid, patience_s=0.1)
+    server.stop()
 
 
 @pytest.fixture(scope="session")
@@ -120,8 +130,8 @@ def servers(model: Path, logs: Path, tokenizer: Any) -> Iterator[tuple[Client, A
     aspire = Server(aspire_args(args, config), log=logs / "aspire.log", name="ASPIRE", **env)
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         for server in (plain, aspire):
-            stack.callback(server.stop)
             server.start()
+            stack.callback(end, server)
         list(pool.map(Server.wait_ready, (plain, aspire)))
         speculating = Aspire(aspire, True, tokenizer)
         speculating.config_file = config
@@ -143,6 +153,32 @@ def aspire(servers: tuple[Client, Aspire]) -> Iterator[Aspire]:
     client.configure()
     yield client
     client.assert_invariants()
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small_model(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="session")
+def small_server(small_model: Path, logs: Path) -> Iterator[Aspire]:
+    """ASPIRE on a model so small that it answers thousands of requests in seconds."""
+    args = plain_args(
+        small_model,
+        context_length=SMALL_CONTEXT,
+        max_total_tokens=20_000,
+        max_running_requests=48,
+        extra=("--skip-tokenizer-init", "--enable-metrics"),
+    )
+    with serving(args, "small", logs, None) as client:
+        yield client
+
+
+@pytest.fixture
+def small(small_server: Aspire) -> Iterator[Aspire]:
+    small_server.begin_test()
+    yield small_server
+    small_server.assert_invariants()
 
 
 def speculated(answers: dict[str, Any] | list[dict[str, Any]]) -> None:

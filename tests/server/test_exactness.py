@@ -32,22 +32,26 @@ def test_both_servers_run_all_layers_as_one_program(plain, aspire):
         assert "aspire-cpu: 30 decoder layers in one program" in log
 
 
-@pytest.mark.parametrize("context", [{}, FULL, TINY], ids=["normal", "full", "tiny"])
-def test_greedy_40_prompts(plain, aspire, forty, context):
+# Where most drafts are wrong each token costs a step or two, so extremes take half of the prompts.
+@pytest.mark.parametrize(
+    ("context", "every"), [({}, 1), (FULL, 2), (TINY, 2)], ids=["normal", "full", "tiny"]
+)
+def test_greedy_40_prompts(plain, aspire, forty, context, every):
     """B01: greedy-consistent always, identical ids for at least 95 % of the prompts."""
     aspire.configure(DRAFTING, context)
-    found = aspire.generate_all(SHORT, max_new_tokens=48)
+    prompts = SHORT[::every]
+    found = aspire.generate_all(prompts, max_new_tokens=48)
     speculated(found)
-    assert_all_greedy(plain, [plain.ids(prompt) for prompt in SHORT], found)
-    pairs = zip(forty, found, strict=True)
+    assert_all_greedy(plain, [plain.ids(prompt) for prompt in prompts], found)
+    pairs = zip(forty[::every], found, strict=True)
     same = sum(a["output_ids"] == b["output_ids"] for a, b in pairs)
-    assert same >= 0.95 * len(SHORT), f"{same} of {len(SHORT)} identical"
+    assert same >= 0.95 * len(prompts), f"{same} of {len(prompts)} identical"
 
 
 def test_greedy_long_contexts_of_mixed_length(plain, aspire):
     """Real texts: rows draft and verify beside each other."""
     aspire.configure(DRAFTING)
-    prompts = real_texts(aspire.tokenizer, [500, 900, 1700, 2600], seed=3)
+    prompts = real_texts(aspire.tokenizer, [400, 800, 1600], seed=3)
     ids = [list(p.input_ids) for p in prompts]
     found = aspire.generate_all(ids, max_new_tokens=48, ignore_eos=True)
     speculated(found)
@@ -69,7 +73,7 @@ def test_repeated_runs_and_warm_prefix_agree(aspire):
 def test_budget_over_context_means_draft_equals_target(aspire):
     """B33a: a free proof that draft rows read the right KV at the right positions."""
     aspire.configure(DRAFTING, FULL)
-    prompts = real_texts(aspire.tokenizer, [300, 900, 1700], seed=5)
+    prompts = real_texts(aspire.tokenizer, [300, 900], seed=5)
     answers = aspire.generate_all(
         [list(p.input_ids) for p in prompts] + [PROSE, COUNT], max_new_tokens=60, ignore_eos=True
     )
@@ -91,7 +95,7 @@ def test_tiny_budget_rejects_and_recovers(plain, aspire):
 def test_fragmented_pool(plain, aspire):
     """B33c: a prompt whose KV slots are scattered over the pool."""
     aspire.configure(DRAFTING)
-    filler = [f"{i} {PROSE * 8}" for i in range(24)]
+    filler = [f"{i} {PROSE * 8}" for i in range(16)]
     aspire.generate_all(filler, max_new_tokens=30, ignore_eos=True)
     aspire.generate_all(filler[::2], max_new_tokens=60, ignore_eos=True)
     prompt = LOOP + PROSE * 20

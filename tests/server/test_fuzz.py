@@ -16,7 +16,7 @@ from tests.server.prompts import COUNT
 
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 SHORT_PROFILE = settings(
-    max_examples=60, derandomize=True, deadline=None, suppress_health_check=QUIET, database=None,
+    max_examples=40, derandomize=True, deadline=None, suppress_health_check=QUIET, database=None,
     phases=[Phase.generate],
 )  # fmt: skip
 LONG_PROFILE = settings(

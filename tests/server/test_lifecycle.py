@@ -136,7 +136,7 @@ def test_next_turn_over_interleaved_slots(plain, aspire):
     aspire.configure(DRAFTING, FULL)
     aspire.flush()
     first = [plain.ids(text) for text in SHORT[:4]]
-    options = {"max_new_tokens": 60, "ignore_eos": True}
+    options = {"max_new_tokens": 36, "ignore_eos": True}
     answers = aspire.generate_all(first, **options)
     turns = [
         ids + answer["output_ids"] + plain.ids(" And then?")

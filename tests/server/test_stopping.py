@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.server import tiny_model
 from tests.server.conftest import DRAFTING, FULL, speculated
 from tests.server.prompts import COUNT, PROSE
+from tests.server.scoring import TAU
 
 ACCEPTING = (DRAFTING, FULL, {"scheduler": {"policy": "staggered", "gamma": 8}})
 
@@ -97,8 +100,40 @@ def _cached(reply: dict) -> dict:
     return {"prompt_tokens_details": reply["usage"].get("prompt_tokens_details")}
 
 
-def test_edge_of_the_context_window(plain, aspire):
-    """B14: the last positions of the window, several requests at once, neighbours untouched."""
+def test_edge_of_the_context_window(small, small_model):
+    """B14: the last positions of the window, several requests at once, neighbours untouched; the
+    judge is the model in PyTorch."""
+    small.configure(*ACCEPTING)
+    limit = tiny_model.CONTEXT
+    rng = random.Random(4)
+    base = [rng.randrange(3, tiny_model.VOCAB) for _ in range(limit)]
+    # SGLang admits prompts of at most context length - 6 tokens.
+    margins = (8, 40)
+    asks = [(base[: limit - margin], margin) for margin in margins]
+    asks += [(base[7:17], 24), (base[100:160], 24)]
+    # The long ones share all but their ends: read them once.
+    small.generate(base[: limit - max(margins)], max_new_tokens=1)
+
+    def one(ask: tuple[list[int], int], **more: object) -> dict:
+        return small.generate(ask[0], max_new_tokens=ask[1], ignore_eos=True, **more)
+
+    alone = [one(ask, custom_params={"aspire": False}) for ask in asks]
+    with ThreadPoolExecutor(len(asks)) as pool:
+        found = list(pool.map(one, asks))
+    model = tiny_model.load(small_model)
+    for (ids, _), a, b in zip(asks, alone, found, strict=True):
+        speculated(b)
+        assert b["meta_info"]["finish_reason"] == a["meta_info"]["finish_reason"]
+        assert b["output_ids"] == a["output_ids"]
+        assert max(tiny_model.gaps(model, ids, b["output_ids"])) <= TAU
+    # SGLang keeps the last two positions for itself.
+    for (ids, _), answer in zip(asks[: len(margins)], found, strict=False):
+        assert len(ids) + len(answer["output_ids"]) == limit - 2
+
+
+@pytest.mark.slow
+def test_edge_of_the_context_window_of_a_trained_model(plain, aspire):
+    """B14: the same against a server with plain decoding, which reads 8,000 tokens as well."""
     aspire.configure(*ACCEPTING)
     limit = 8192
     base = aspire.ids(PROSE + " ") * 1100
