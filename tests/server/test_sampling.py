@@ -124,7 +124,7 @@ CONTEXTS = pytest.mark.parametrize("context", [{}, TINY], ids=["normal", "tiny"]
             name,
             context,
             id=f"{name}-{kind}",
-            marks=pytest.mark.slow if not context and name in ("top-k 5", "min-p 0.1") else (),
+            marks=pytest.mark.slow if not context and name == "min-p 0.1" else (),
         )
         for kind, context in (("normal", {}), ("tiny", TINY))
         for name in CELLS
