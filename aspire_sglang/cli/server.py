@@ -84,6 +84,7 @@ class Server:
         port: int | None = None,
         env: dict[str, str] | None = None,
         timeout_s: float = 300.0,
+        patience_s: float = 5.0,
         console: Console | None = None,
     ) -> None:
         self.name = name
@@ -94,6 +95,7 @@ class Server:
         self.command += ["--host", HOST, "--port", str(self.port)]
         self._env = _environment() | (env or {})
         self._timeout_s = timeout_s
+        self._patience_s = patience_s
         self._console = console or Console(stderr=True)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -149,7 +151,7 @@ class Server:
         if process is None:
             return
         with signals_held():
-            kill_session(process.pid)
+            kill_session(process.pid, self._patience_s)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=5)
 

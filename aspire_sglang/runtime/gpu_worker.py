@@ -274,16 +274,16 @@ class GpuWorker(AspireWorker):
         slots, seq_lens, states, caps = running
         seq_lens, caps = seq_lens[:], caps[:]
         rows = first.staged.host.verify_rows
-        ended = set()
+        ended = []
         for row, (state, req, drafts) in zip(rows, feedback.verified, strict=True):
             seq_lens[row] += drafts + 1
             caps[row] = self._cap(req, state, seq_lens[row])
             if self._may_have_ended(req, state):
-                ended.add(row)
+                ended.append(row)
         after = Running(slots, seq_lens, states, caps)
         verify, draft_kv = self.modes.decide(*after)
         # Those that may have ended by now sit the step out.
-        step = self._host_step(after, verify, list(ended))
+        step = self._host_step(after, verify, ended)
         fits = tier_of(self.model_runner.decode_cuda_graph_runner, len(step.order), step.num_tokens)
         return (after, step, draft_kv) if fits else None
 

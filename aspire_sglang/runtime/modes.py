@@ -11,12 +11,7 @@ from aspire_sglang.runtime.draft_state import DraftState, SlotState
 from aspire_sglang.speculation.cost_model import StepShape
 from aspire_sglang.speculation.plain_speed import UNKNOWN_RATIO
 from aspire_sglang.speculation.policies import Policy, RowState, make_policy
-
-PLAIN_RUN = 7
-"""Verifies for which a decision against drafts holds: a plain step is too short to ask at each."""
-
-PLAIN_PHASE = 64
-"""Steps for which it holds where nobody of the batch drafts and nobody joins."""
+from aspire_sglang.speculation.rows import PLAIN_PHASE, PLAIN_RUN
 
 PLAIN_TRIAL = 12
 """Steps of a phase that is to show what plain steps take."""

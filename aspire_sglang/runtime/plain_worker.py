@@ -9,7 +9,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from aspire_sglang.runtime.cost import RunningCost
 from aspire_sglang.runtime.draft_state import SlotState
-from aspire_sglang.runtime.modes import PLAIN_PHASE, ModeScheduler, PlainPlan, Running
+from aspire_sglang.runtime.modes import ModeScheduler, PlainPlan, Running
 from aspire_sglang.runtime.plain_requests import needs_plain_steps
 from aspire_sglang.runtime.plain_steps import PlainSteps, count_plain_verifies
 from aspire_sglang.runtime.rank_check import RankCheck
@@ -17,6 +17,7 @@ from aspire_sglang.runtime.ranks import Ranks
 from aspire_sglang.runtime.spec_inputs import NextStepInput
 from aspire_sglang.runtime.telemetry import Telemetry
 from aspire_sglang.speculation.cost_model import StepShape
+from aspire_sglang.speculation.rows import PLAIN_PHASE
 
 
 class PlainPhases(ABC):

@@ -77,7 +77,7 @@ def forecasts(
     """
     lengths = [length for length in CONTEXTS if length < max_context and length <= kv_pool]
     return [
-        forecast(cost, max(1, min(max_rows, kv_pool // length)), length, reads, gamma_max)
+        forecast(cost, min(max_rows, kv_pool // length), length, reads, gamma_max)
         for length, reads in zip(lengths, draft_kv(lengths), strict=True)
     ]
 

@@ -16,6 +16,7 @@ from aspire_sglang.speculation.adaptive import AspirePolicy, ShadowPricePolicy
 from aspire_sglang.speculation.cost_model import CostModel
 from aspire_sglang.speculation.global_length import GlobalLengthPolicy
 from aspire_sglang.speculation.rows import (
+    PLAIN_PHASE,
     Policy,
     RowState,
     StepwisePolicy,
@@ -43,7 +44,7 @@ class AutoregressivePolicy(StepwisePolicy):
     """Plain decoding: every row verifies at every step, so no draft ever starts."""
 
     name: ClassVar[str] = "ar"
-    plain_steps: ClassVar[int] = 64
+    plain_steps: ClassVar[int] = PLAIN_PHASE
 
     def decide(self, rows: Sequence[RowState], cost: CostModel) -> list[bool]:
         """True for every row."""

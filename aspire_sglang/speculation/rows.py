@@ -8,6 +8,12 @@ from typing import ClassVar, Protocol
 
 from aspire_sglang.speculation.cost_model import CostModel
 
+PLAIN_RUN = 7
+"""Verifies for which a decision against drafts holds: a plain step is too short to ask at each."""
+
+PLAIN_PHASE = 64
+"""Steps for which it holds where nobody of the batch drafts and nobody joins."""
+
 
 # Not frozen: one is made per request and step, and frozen ones take three times as long to make.
 @dataclass(slots=True)
@@ -92,7 +98,7 @@ class StepwisePolicy:
 
     __slots__ = ()
     plans: ClassVar[bool] = False
-    plain_steps: ClassVar[int] = 8
+    plain_steps: ClassVar[int] = 1 + PLAIN_RUN
 
     def plan(
         self,

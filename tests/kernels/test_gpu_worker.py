@@ -113,6 +113,16 @@ def make(monkeypatch, tiers=None):
     return made
 
 
+def pairing(monkeypatch, below: float, policy: str, noisy: bool = False):
+    """A worker that launches steps in pairs which take the device less than ``below`` seconds."""
+    monkeypatch.setattr(gpu_step, "PAIRED_BELOW", below)
+    made = make(monkeypatch, [2, 5, 10, 15])
+    monkeypatch.setenv("ASPIRE_CONFIG", f"{{scheduler: {{policy: {policy}}}, cost_profile: false}}")
+    made.reload_config()
+    made.mixed_graphs = Graphs(made, noisy)
+    return made
+
+
 class Relay:
     """What a batch of plain steps needs of SGLang's relay; without overlap lengths are on it."""
 
@@ -257,22 +267,15 @@ def test_counts_on(monkeypatch, late, tiers):
 def test_pairs_of_steps_write_what_single_steps_write(monkeypatch, late, policy):
     found = {}
     for below in (0.0, 1.0):
-        monkeypatch.setattr(gpu_step, "PAIRED_BELOW", below)
-        made = make(monkeypatch, [2, 5, 10, 15])
-        monkeypatch.setenv(
-            "ASPIRE_CONFIG", f"{{scheduler: {{policy: {policy}}}, cost_profile: false}}"
-        )
-        made.reload_config()
-        made.mixed_graphs = Graphs(made)
+        made = pairing(monkeypatch, below, policy)
         batch = Batch([10, 20, 30], new_tokens=14)
         batch.reqs[1].sampling_params.max_new_tokens = 9
         start(made, batch)
-        queue, parts, both = [], [], 0
+        queue, both = [], 0
         while any(len(r.output_ids) < r.sampling_params.max_new_tokens for r in batch.reqs):
             before = made._in_row
             result = batch.decode(made)
             both += made._in_row - before == 2
-            parts += [len(getattr(result, VERIFIED))]
             queue.append((batch.snapshot(), result))
             if len(queue) > late:
                 batch.process(*queue.pop(0))
@@ -292,13 +295,7 @@ def test_pairs_draw_the_same_samples(monkeypatch, late):
     """Whatever the drafts are worth: the noise belongs to a request and a position."""
     texts = []
     for below in (0.0, 1.0):
-        monkeypatch.setattr(gpu_step, "PAIRED_BELOW", below)
-        made = make(monkeypatch, [2, 5, 10, 15])
-        monkeypatch.setenv(
-            "ASPIRE_CONFIG", "{scheduler: {policy: staggered, gamma: 3}, cost_profile: false}"
-        )
-        made.reload_config()
-        made.mixed_graphs = Graphs(made, noisy=True)
+        made = pairing(monkeypatch, below, "staggered, gamma: 3", noisy=True)
         batch = Batch([10, 20, 30], new_tokens=16)
         for req in batch.reqs[:2]:
             params = req.sampling_params
@@ -328,13 +325,7 @@ def test_pairs_draw_the_same_samples(monkeypatch, late):
 def test_a_request_without_drafts_takes_both_steps_of_a_pair(monkeypatch, late, prompt):
     found = {}
     for below in (0.0, 1.0):
-        monkeypatch.setattr(gpu_step, "PAIRED_BELOW", below)
-        made = make(monkeypatch, [2, 5, 10, 15])
-        monkeypatch.setenv(
-            "ASPIRE_CONFIG", "{scheduler: {policy: staggered, gamma: 3}, cost_profile: false}"
-        )
-        made.reload_config()
-        made.mixed_graphs = Graphs(made)
+        made = pairing(monkeypatch, below, "staggered, gamma: 3")
         batch = Batch([10, 20, prompt], new_tokens=60)
         batch.late, batch.end = bool(late), 0
         plain = batch.reqs[2]

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import yaml
 
-from aspire_sglang.cli.process_tree import kill_session
 from aspire_sglang.cli.server import Server, aspire_args, plain_args
 from bench.smollm2 import model_path
 from tests.server.client import Client
@@ -23,6 +22,10 @@ from tests.server.tiny_model import save as save_small_model
 
 START_SECONDS = 900
 """A server starts in half a minute, but not on two busy cores."""
+
+PATIENCE: dict[str, Any] = {"timeout_s": START_SECONDS, "patience_s": 0.1}
+"""With a start and with an end: SGLang takes five seconds to obey, and nothing is lost where it is
+killed."""
 
 # SGLang's own checks: every busy step verifies that no KV slot is lost.
 CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
@@ -47,7 +50,7 @@ TINY = {
 
 def pytest_configure() -> None:
     """Let both signals end the tests in order: servers have sessions of their own and would go on
-    when pytest is gone."""
+    when pytest is gone. Not by SystemExit, which pytest takes for a test that failed."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
 
@@ -82,19 +85,10 @@ def serving(
     config = logs / f"{name}.yaml"
     config.write_text(settings)
     log = logs / f"{name}.log"
-    with Server(
-        aspire_args(args, config), log=log, name=name, env=env, timeout_s=START_SECONDS
-    ) as started:
+    with Server(aspire_args(args, config), log=log, name=name, env=env, **PATIENCE) as started:
         client = Aspire(started, True, tokenizer)
         client.config_file = config
         yield client
-        end(started)
-
-
-def end(server: Server) -> None:
-    """What ``Server.stop`` comes to, without the five seconds that SGLang takes to obey."""
-    kill_session(server.pid, patience_s=0.1)
-    server.stop()
 
 
 @pytest.fixture(scope="session")
@@ -125,13 +119,13 @@ def servers(model: Path, logs: Path, tokenizer: Any) -> Iterator[tuple[Client, A
     config = logs / "aspire.yaml"
     config.write_text("")
     args = plain_args(model, max_total_tokens=48000, max_running_requests=48, extra=COMMON)
-    env: dict[str, Any] = {"env": CHECKS, "timeout_s": START_SECONDS}
+    env: dict[str, Any] = {"env": CHECKS, **PATIENCE}
     plain = Server(args, log=logs / "plain.log", name="plain server", **env)
     aspire = Server(aspire_args(args, config), log=logs / "aspire.log", name="ASPIRE", **env)
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         for server in (plain, aspire):
+            stack.callback(server.stop)
             server.start()
-            stack.callback(end, server)
         list(pool.map(Server.wait_ready, (plain, aspire)))
         speculating = Aspire(aspire, True, tokenizer)
         speculating.config_file = config
