@@ -23,6 +23,10 @@ the *finals*. ``DIR/ablation.json`` holds all rounds, after each of them:
 * ``accept_length``, ``discarded_drafts``, ``mixed_fraction`` of the steps, verifies by draft
   length, and time per step, from the counters;
 * ``cost_model_error``: predicted against measured time of steps, over buckets of tokens and KV.
+
+So everybody starts at once, and a round ends with the slowest. With ``--waves N`` there are N
+requests per prompt, one taking the place of another, and rates are those of the time in which all
+``--requests`` places are taken (``bench/gpu_waves.py``).
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ from bench import gpu_engine
 from bench.gpu_contexts import accept_length
 from bench.gpu_texts import shared_tokens
 from bench.gpu_variants import CONTEXTS
+from bench.gpu_waves import full_window, waves_of
 
 if TYPE_CHECKING:
     from bench.gpu_lab import Lab
@@ -225,12 +230,14 @@ def one_round(
     before = engine.counters()
     logged = engine.log.stat().st_size
     start = time.perf_counter()
+    if lab.options.waves > 1:
+        return {"settings": text, **_waves(lab, name, prompts, temperature, before)}
     answers = engine.answers(prompts, new, temperature)
     seconds = time.perf_counter() - start
     counters = gpu_engine._difference(before, engine.counters())
     full = engine.full_rates(len(prompts), logged)
     latencies = sorted(answer["meta_info"]["e2e_latency"] / new * 1e3 for answer in answers)
-    steps, busy = counters.get("decode_steps", 0), counters.get("decode_microseconds", 0)
+    busy = counters.get("decode_microseconds", 0)
     return {
         "settings": text,
         "seconds": seconds,
@@ -238,6 +245,13 @@ def one_round(
         "tokens_per_s_of_device_time": len(prompts) * new / busy * 1e6 if busy else None,
         "steady_tokens_per_s": statistics.median(full) if full else None,
         "tpot_ms": {f"p{share}": percentile(latencies, share) for share in (50, 99)},
+        **_counted(counters),
+    }
+
+
+def _counted(counters: dict[str, Any]) -> dict[str, Any]:
+    steps, busy = counters.get("decode_steps", 0), counters.get("decode_microseconds", 0)
+    return {
         "accept_length": accept_length(counters),
         "discarded_drafts": counters.get("discarded_drafts", 0),
         "accepted_drafts": counters.get("accepted_drafts", 0),
@@ -246,6 +260,31 @@ def one_round(
         "mixed_fraction": counters.get("mixed_steps", 0) / steps if steps else 0.0,
         "us_per_step": busy / steps if steps else None,
         "verifies_by_drafts": counters.get("draft_lengths", {}),
+    }
+
+
+def _waves(
+    lab: Lab, name: str, prompts: list[list[int]], temperature: float, before: dict[str, Any]
+) -> dict[str, Any]:
+    """A round of ``--waves`` requests per prompt, as many at a time as there are prompts."""
+    engine, path = lab.engines[name], Path(lab.options.out) / "timeline.json"
+    asked, lengths = waves_of(prompts, lab.options.waves, lab.options.new_tokens[1])
+    params = [
+        {"max_new_tokens": new, "temperature": temperature, "ignore_eos": True} for new in lengths
+    ]
+    engine.ask("collective_rpc", method="probe_timeline", path=None)
+    start = time.perf_counter()
+    engine.ask("generate", input_ids=asked, sampling_params=params)
+    seconds = time.perf_counter() - start
+    engine.ask("collective_rpc", method="probe_timeline", path=str(path))
+    window = full_window(json.loads(path.read_text()), len(prompts))
+    return {
+        "seconds": seconds,
+        "tokens_per_s": window["tokens_per_s"],
+        "tokens_per_s_of_device_time": window["tokens_per_s_of_device_time"],
+        "steady_tokens_per_s": None,
+        "window": window,
+        **_counted(gpu_engine._difference(before, engine.counters())),
     }
 
 

@@ -103,8 +103,8 @@ class Lab:
         if engine and not engine.ask("configure", text=gpu_variants.SETTINGS.get(name, name)):
             raise ValueError(f"settings {name} were not taken")
         if engine:
-            below = 0.0 if name == "unpaired" else None
-            engine.ask("collective_rpc", method="probe_pairs", below=below)
+            steps = gpu_variants.BURSTS.get(name)
+            engine.ask("collective_rpc", method="probe_bursts", steps=steps)
         return engine
 
     def mixed_lengths(self, count: int) -> list[list[int]]:
@@ -341,6 +341,9 @@ def main() -> int:
         help="prompts of mixed lengths and kinds, for as many requests as the most of --requests",
     )
     parser.add_argument("--gammas", type=int, nargs="+", default=[3, 5, 8, 12])
+    parser.add_argument(
+        "--waves", type=int, default=1, help="requests per prompt, one after another; ablation only"
+    )
     parser.add_argument("--rules", nargs="*", default=(), choices=gpu_ablation.ADAPTIVE)
     parser.add_argument(
         "--last-round", type=float, default=math.inf, help="seconds from the start; ablation only"

@@ -14,7 +14,7 @@ engine; nothing of it is installed. What it does is chosen by environment variab
 * ``PROBE_ONE_GPU=1``: the ranks of an engine share the first GPU, see ``bench/gpu_shared.py``;
 * ``PROBE_PHASES=1``: phases of plain steps begin at random and have random lengths;
 * ``PROBE_READS_ALL=1``: at the refresh layer draft rows attend to everything;
-* ``PROBE_PAIRS``: steps that take the device less than so many seconds are launched in pairs.
+* ``PROBE_BURST_STEPS``: most steps that are launched for one round of the scheduler.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def load() -> None:
     Scheduler.probe_fill = probe_fill
     Scheduler.probe_replay = probe_replay
     Scheduler.probe_timeline = probe_timeline
-    Scheduler.probe_pairs = probe_pairs
+    Scheduler.probe_bursts = probe_bursts
     Scheduler.probe_costs = probe_costs
     Scheduler.probe_prefill = probe_prefill
     if os.environ.get("PROBE_SPLITS"):
@@ -71,8 +71,8 @@ def load() -> None:
         from aspire_sglang.attention import gpu_mixed
 
         gpu_mixed.REFRESH_READS_ALL = True
-    if os.environ.get("PROBE_PAIRS"):
-        probe_pairs(None, float(os.environ["PROBE_PAIRS"]))
+    if os.environ.get("PROBE_BURST_STEPS"):
+        probe_bursts(None, int(os.environ["PROBE_BURST_STEPS"]))
 
 
 def probe_kv(scheduler: Any, texts: list[list[int]], starts: list[int], path: str) -> None:
@@ -147,15 +147,18 @@ def probe_costs(scheduler: Any) -> None:
     worker._apply_config(worker.config)
 
 
-def probe_pairs(_: Any, below: float | None) -> None:
-    """Launch steps in pairs that take less than ``below`` seconds, or as by default."""
+def probe_bursts(_: Any, steps: int | None = None, seconds: float | None = None) -> None:
+    """Launch at most so many steps for one round, until the device has work for so many seconds;
+    None: as by default."""
     from aspire_sglang.runtime import gpu_step
 
-    _PAIRED.append(gpu_step.PAIRED_BELOW)
-    gpu_step.PAIRED_BELOW = _PAIRED[0] if below is None else below
+    _BURSTS.append((gpu_step.BURST_STEPS, gpu_step.BURST_SECONDS))
+    usual_steps, usual_seconds = _BURSTS[0]
+    gpu_step.BURST_STEPS = usual_steps if steps is None else steps
+    gpu_step.BURST_SECONDS = usual_seconds if seconds is None else seconds
 
 
-_PAIRED: list[float] = []
+_BURSTS: list[tuple[int, float]] = []
 
 
 def probe_prefill(scheduler: Any, path: str | None, graphs: bool = True) -> None:
@@ -193,10 +196,10 @@ def probe_prefill(scheduler: Any, path: str | None, graphs: bool = True) -> None
 def probe_timeline(scheduler: Any, path: str | None) -> None:
     """Record every step of the scheduler from now on; with a path, stop and save what came.
 
-    A list of ``["launch", start, end, mode, rows]``, ``["result", start, end]``,
+    A list of ``["launch", start, end, mode, rows]``, ``["result", start, end, rows, new tokens]``,
     ``["step", drafts, verifies, tokens, seconds, plain]`` and, for a step of ASPIRE on a GPU,
-    ``["device", drafts, verifies, tokens, KV tokens, seconds, predicted, idle before]``, the last
-    three in seconds on the device.
+    ``["device", drafts, verifies, tokens, KV tokens, seconds, predicted, idle before, committed]``,
+    with seconds on the device.
     """
     if path is not None:
         if scheduler.ps.tp_rank == 0:
@@ -209,19 +212,20 @@ def probe_timeline(scheduler: Any, path: str | None) -> None:
         return
     scheduler.probe_events = events = []
 
-    def timed(name: str, describe: Callable[..., list[Any]]) -> None:
+    def timed(name: str, kind: str, describe: Callable[..., list[Any]]) -> None:
         original = getattr(scheduler, name)
 
         def wrapped(batch: Any, *args: Any) -> Any:
-            start = time.perf_counter()
+            before, start = _new_tokens(batch), time.perf_counter()
             found = original(batch, *args)
-            events.append([*describe(batch)[:1], start, time.perf_counter(), *describe(batch)[1:]])
+            end = time.perf_counter()
+            events.append([kind, start, end, *describe(batch, _new_tokens(batch) - before)])
             return found
 
         setattr(scheduler, name, wrapped)
 
-    timed("run_batch", lambda batch: ["launch", _mode(batch), len(batch.reqs)])
-    timed("process_batch_result", lambda _: ["result"])
+    timed("run_batch", "launch", lambda batch, _: [_mode(batch), len(batch.reqs)])
+    timed("process_batch_result", "result", lambda batch, new: [len(batch.reqs), new])
     scheduler.probe_step = None
     telemetry = getattr(scheduler.draft_worker, "telemetry", None)
     if telemetry is not None:
@@ -248,19 +252,24 @@ def _record_device_times() -> None:
         return
     last: list[Any] = []
 
-    def recorded(feedback: Any, accept_lens: list[int]) -> None:
+    def recorded(feedback: Any, accept_lens: list[int], counted: list[bool]) -> None:
         if _FEEDBACK:
             shape, started, ended = feedback.shape, feedback.started, feedback.ended
             idle = last[-1].elapsed_time(started) / 1e3 if last else 0.0
             predicted = feedback.worker.cost.model.predict(shape)
             seconds = started.elapsed_time(ended) / 1e3
             rows = feedback.num_drafts, len(feedback.verified), shape.tokens, shape.kv_tokens
-            _FEEDBACK[-1].append(["device", *rows, seconds, predicted, idle])
+            tokens = sum(accept_lens)
+            _FEEDBACK[-1].append(["device", *rows, seconds, predicted, idle, tokens])
             last[:] = [ended]
-        original(feedback, accept_lens)
+        original(feedback, accept_lens, counted)
 
     recorded.probe = True  # type: ignore[attr-defined]
     setattr(Feedback, "__call__", recorded)  # noqa: B010
+
+
+def _new_tokens(batch: Any) -> int:
+    return sum(len(req.output_ids) for req in batch.reqs)
 
 
 def _mode(batch: Any) -> str:

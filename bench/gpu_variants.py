@@ -91,7 +91,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
     "eager": ({**ASPIRE, **SMALL, **EAGER}, STAGGERED, {}),
     "graphs": ({**ASPIRE, **SMALL, "disable_overlap_schedule": True}, STAGGERED, {}),
     "overlap": ({**ASPIRE, **SMALL}, STAGGERED, {}),
-    "unpaired": ({**ASPIRE, **SMALL}, STAGGERED, {"PROBE_PAIRS": "0"}),
+    "single_steps": ({**ASPIRE, **SMALL}, STAGGERED, {"PROBE_BURST_STEPS": "1"}),
     # In and out of plain decoding at random between drafts in step.
     "phases": (
         {**ASPIRE, **SMALL},
@@ -158,12 +158,16 @@ STAGGERED_8 = "{scheduler: {policy: staggered, gamma: 8}}"
 PLAIN = "{scheduler: {policy: ar}}"
 SETTINGS = {
     "default": DEFAULT,
-    # As the default, but no two steps are launched at once.
-    "unpaired": DEFAULT,
+    # As the default, but no two steps, or at most two, are launched at once.
+    "single_steps": DEFAULT,
+    "pairs": DEFAULT,
     "staggered": STAGGERED_8,
     **{f"staggered {g}": f"{{scheduler: {{policy: staggered, gamma: {g}}}}}" for g in (6, 10, 12)},
     "ar": PLAIN,
 }
+
+BURSTS = {"single_steps": 1, "pairs": 2}
+"""Most steps that are launched at once with these settings."""
 
 
 def engine_arguments(tp_size: int, first_gpu: int = 0) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,12 @@ from aspire_sglang.speculation.cost_model import StepShape
 # Steps take a few milliseconds and learning from one a fifth of one.
 OBSERVED_SHARE = 0.1
 
-# Steps that take the device less, in seconds, are launched in pairs: then the scheduler's own work
-# for a step, which takes as long, is done once for two. Longer ones hide it.
-PAIRED_BELOW = 6e-3
+# The scheduler's own work for a round takes as long as several short steps. So steps are launched
+# in a burst, for one round, until the device has work for so many seconds.
+BURST_SECONDS = 9e-3
+
+# More would keep tokens and new requests waiting for little.
+BURST_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,20 @@ class Feedback:
     graph: bool
     typical: bool
 
-    def __call__(self, accept_lens: list[int]) -> None:
-        """Feed estimators, cost model and counters; the step has ended."""
+    def __call__(self, accept_lens: list[int], counted: list[bool]) -> None:
+        """Feed estimators, cost model and counters; the step has ended.
+
+        Args:
+            accept_lens: tokens that each verify row committed.
+            counted: whether its request had not ended in an earlier step of the same result.
+        """
         worker = self.worker
-        for (state, req, drafts), length in zip(self.verified, accept_lens, strict=True):
+        for (state, req, drafts), length, counts in zip(
+            self.verified, accept_lens, counted, strict=True
+        ):
             state.settle(drafts, length - 1)
             # With overlap a request may have ended in the step before, unknown at launch.
-            if not req.finished():
+            if counts and not req.finished():
                 worker.telemetry.verified(req.rid, drafts, length - 1)
         seconds = self.started.elapsed_time(self.ended) / 1e3
         if self.typical:
@@ -96,8 +105,7 @@ class Joined:
 
     ``tokens``, ``accept_lens`` and ``drafts`` hold the verify rows of one step after the other's.
 
-    ``parts``: what SGLang's processing is to see at once: everything, or, where a request verifies
-    in two steps, each step by itself.
+    ``parts``: which those are, and what to do with their accept lengths.
     """
 
     tokens: torch.Tensor
@@ -111,26 +119,13 @@ class Joined:
         drafts = [torch.from_numpy(h.pending[h.order[h.num_drafts :]]) for h in hosts]
         outcomes = [step.outcome for step in steps]
         tokens, lens = [o.tokens for o in outcomes], [o.accept_lens for o in outcomes]
-        feedbacks = [step.feedback for step in steps]
-        parts = [Verified(h.verify_rows, f) for h, f in zip(hosts, feedbacks, strict=True)]
-        rows = [row for part in parts for row in part.rows]
-        if len(set(rows)) == len(rows):
-            parts = [Verified(rows, partial(_feed, feedbacks))]
+        parts = [Verified(step.staged.host.verify_rows, step.feedback) for step in steps]
         return cls(
             tokens[0] if len(steps) == 1 else torch.cat(tokens),
             lens[0] if len(steps) == 1 else torch.cat(lens),
             drafts[0] if len(steps) == 1 else torch.cat(drafts),
             parts,
         )
-
-
-def _feed(feedbacks: list[Feedback], accept_lens: list[int]) -> None:
-    """Every step learns from its own rows."""
-    start = 0
-    for feedback in feedbacks:
-        end = start + len(feedback.verified)
-        feedback(accept_lens[start:end])
-        start = end
 
 
 def shape_of(running: Running, step: HostStep, draft_kv: Sequence[int]) -> StepShape:

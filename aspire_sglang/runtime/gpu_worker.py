@@ -3,8 +3,8 @@
 A step is launched without waiting for the device. What it accepted becomes known when SGLang
 processes its result: at once, or with overlap scheduling while the next step runs. Until then the
 host knows the number of pending drafts exactly, as every verify leaves none, and the number of
-committed tokens up to one verify. So it can launch two steps before SGLang sees a result: a request
-that verifies in both has no drafts in the second.
+committed tokens up to one verify. So it can launch several steps, a burst, before SGLang sees a
+result.
 """
 
 from __future__ import annotations
@@ -46,10 +46,6 @@ logger = logging.getLogger(__name__)
 
 # Mixed steps after something else ran whose times say little: the host is busy with what ran.
 UNSETTLED_STEPS = 3
-
-# In a pair positions move on by four at most before the host learns of the first; the slots that
-# are kept in reserve, twice the most queries of a row, must hold them behind a full run of drafts.
-_PAIR_MOVES = 4
 
 
 class GpuWorker(AspireWorker):
@@ -185,14 +181,16 @@ class GpuWorker(AspireWorker):
         known = asked is not None and asked[0] is batch.reqs
         running = asked[1] if asked is not None and known else self.running(batch)
         verify, draft_kv = self.modes.decide(*running)
-        step = self._host_step(running, verify)
-        first = self._launch(batch, running, step, draft_kv, batch.seq_lens)
-        pair = self._second_of_pair(running, first)
-        if pair is None:
-            return self._result(batch, [first], None)
-        seq_lens = self._lengths_after(first, batch.seq_lens)
-        second = self._launch(batch, *pair, seq_lens)
-        return self._result(batch, [first, second], self._lengths_after(second, seq_lens))
+        step, seq_lens = self._host_step(running, verify), batch.seq_lens
+        burst = [self._launch(batch, running, step, draft_kv, seq_lens)]
+        ended: set[int] = set()
+        while (more := self._next_of_burst(batch, running, burst, ended)) is not None:
+            seq_lens = self._lengths_after(burst[-1], seq_lens)
+            running = more[0]
+            burst.append(self._launch(batch, *more, seq_lens))
+        if len(burst) == 1:
+            return self._result(batch, burst, None)
+        return self._result(batch, burst, self._lengths_after(burst[-1], seq_lens))
 
     def _host_step(
         self, running: Running, verify: list[bool], left_out: Sequence[int] = ()
@@ -260,32 +258,49 @@ class GpuWorker(AspireWorker):
         )
         return Launched(staged, outcome, forward.logits_output, feedback)
 
-    def _second_of_pair(
-        self, running: Running, first: Launched
+    def _next_of_burst(
+        self, batch: Any, running: Running, burst: list[Launched], ended: set[int]
     ) -> tuple[Running, HostStep, list[int]] | None:
-        """Another step to launch before SGLang sees the result of the first, None for none."""
-        graphs, feedback = self.mixed_graphs, first.feedback
-        short = self.cost.model.predict(feedback.shape) < gpu_step.PAIRED_BELOW
-        most = self.speculative_num_steps
-        roomy = 2 * (most + 1) >= most + _PAIR_MOVES
-        everybody = len(feedback.verified) == len(running.slots)
-        if graphs is None or not (feedback.graph and short and roomy) or everybody:
+        """Another step to launch before SGLang sees the result of those before, None for none.
+
+        Args:
+            running: what the last step was decided on.
+            ended: rows that may have got their last token; those of the last step are added.
+        """
+        graphs, feedback = self.mixed_graphs, burst[-1].feedback
+        if graphs is None or not feedback.graph or len(burst) >= self._longest_burst:
+            return None
+        model = self.cost.model
+        if sum(model.predict(step.feedback.shape) for step in burst) >= gpu_step.BURST_SECONDS:
+            return None
+        if len(feedback.verified) == len(burst[-1].staged.host.order):
+            # Nobody drafts, so perhaps a phase of plain steps begins.
             return None
         slots, seq_lens, states, caps = running
         seq_lens, caps = seq_lens[:], caps[:]
-        rows = first.staged.host.verify_rows
-        ended = []
+        rows = burst[-1].staged.host.verify_rows
         for row, (state, req, drafts) in zip(rows, feedback.verified, strict=True):
             seq_lens[row] += drafts + 1
             caps[row] = self._cap(req, state, seq_lens[row])
             if self._may_have_ended(req, state):
-                ended.append(row)
+                ended.add(row)
         after = Running(slots, seq_lens, states, caps)
         verify, draft_kv = self.modes.decide(*after)
         # Those that may have ended by now sit the step out.
-        step = self._host_step(after, verify, ended)
+        step = self._host_step(after, verify, list(ended))
         fits = tier_of(self.model_runner.decode_cuda_graph_runner, len(step.order), step.num_tokens)
         return (after, step, draft_kv) if fits else None
+
+    @property
+    def _longest_burst(self) -> int:
+        """Most steps for one result.
+
+        Each moves a request's positions on by one at most, and a burst is launched while the one
+        before may still run. The slots that are kept in reserve, twice the most queries of a row,
+        must hold them behind a full run of drafts.
+        """
+        most = self.speculative_num_steps
+        return min(gpu_step.BURST_STEPS, (2 * (most + 1) - most) // 2)
 
     def _lengths_after(self, launched: Launched, seq_lens: torch.Tensor) -> torch.Tensor:
         """``[bs]`` tokens with final KV after a step, in batch order."""

@@ -90,6 +90,15 @@ HOOKS = (
     ),
     Hook(
         "managers.scheduler_components.batch_result_processor"
+        ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+        HookType.AROUND,
+        results.join_runs,
+        "a result of several steps can hold several verifies of a request, which is to be counted "
+        "for each and processed once",
+        gpu_only=True,
+    ),
+    Hook(
+        "managers.scheduler_components.batch_result_processor"
         ".SchedulerBatchResultProcessor.move_logprobs_to_cpu",
         HookType.AROUND,
         logprobs.move_logprobs,

@@ -7,6 +7,7 @@ produce at least one token, so it is shown only the rows that verified.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import compress
@@ -22,19 +23,21 @@ VERIFIED = "aspire_verified"
 """Attribute of a ``GenerationBatchResult``: its :class:`Verified` parts."""
 
 _WHOLE_BATCH = "aspire_whole_batch"
+_COUNTED = "aspire_counted"
 
 
 class Verified(NamedTuple):
-    """Verify rows that SGLang is shown together; no request is among them twice.
+    """The verify rows of one step.
 
     Attributes:
-        rows: batch index of each. The result's per-request tensors hold the rows of its parts one
-            part behind the other.
-        feedback: called with their accept lengths once those are on the host.
+        rows: batch index of each. The result's per-request tensors hold the rows of its steps one
+            step behind the other.
+        feedback: called with their accept lengths once those are on the host, and with which of
+            them count: a request may have ended in an earlier step of the result.
     """
 
     rows: list[int]
-    feedback: Callable[[list[int]], None] | None = None
+    feedback: Callable[[list[int], list[bool]], None] | None = None
 
 
 def process_verified_rows(
@@ -48,25 +51,85 @@ def process_verified_rows(
     parts: list[Verified] | None = getattr(result, VERIFIED, None)
     if parts is None:
         return original(processor, batch, result)
+    if result.copy_done is not None:
+        result.copy_done.synchronize()
+    counted = _counted(parts, batch.reqs, result)
     first = 0
-    for part in parts:
-        rows, stop = part.rows, first + len(part.rows)
-        if part.feedback is not None:
-            result.copy_done.synchronize()
-            part.feedback(result.accept_lens[first:stop].tolist())
-        places = list(range(first, stop))
-        if first > 0:
-            # Whoever ended in the part before has nothing to come.
-            kept = [not batch.reqs[row].finished() for row in rows]
-            rows, places = list(compress(rows, kept)), list(compress(places, kept))
-        if rows:
-            verified = copy.copy(batch)
-            verified.reqs = [batch.reqs[row] for row in rows]
-            setattr(verified, _WHOLE_BATCH, batch)
-            shown = result if len(parts) == 1 else _rows_of(result, places)
-            original(processor, verified, shown)
-        first = stop
+    for (rows, feedback), counts in zip(parts, counted, strict=True):
+        if feedback is not None:
+            feedback(result.accept_lens[first : first + len(rows)].tolist(), counts)
+        first += len(rows)
+    if first:
+        verified = copy.copy(batch)
+        verified.reqs = [batch.reqs[row] for row in _each_once(parts)]
+        setattr(verified, _WHOLE_BATCH, batch)
+        setattr(verified, _COUNTED, counted)
+        original(processor, verified, result)
     return None
+
+
+def join_runs(
+    original: Callable[..., list[list[int]]], processor: Any, result: Any, batch: Any
+) -> list[list[int]]:
+    """AROUND ``_resolve_spec_v2_tokens``: a request that verified in several steps of one result
+    is shown one run of tokens, and its counters every verify."""
+    parts: list[Verified] | None = getattr(result, VERIFIED, None)
+    if parts is None or len(parts) == 1:
+        return original(processor, result, batch)
+    reqs, reporter = getattr(batch, _WHOLE_BATCH).reqs, processor.metrics_reporter
+    runs: dict[int, list[int]] = {row: [] for row in _each_once(parts)}
+    first = capped = verifies = 0
+    for (rows, _), counts in zip(parts, getattr(batch, _COUNTED), strict=True):
+        places = list(compress(range(first, first + len(rows)), counts))
+        first += len(rows)
+        if not places:
+            continue
+        some, rows = copy.copy(batch), list(compress(rows, counts))
+        some.reqs = [reqs[row] for row in rows]
+        shown = _rows_of(result, places)
+        for row, run in zip(rows, original(processor, shown, some), strict=True):
+            runs[row] += run
+        capped += shown.num_cap_tokens
+        verifies += len(rows)
+    # SGLang counts a verify, and a token of its own, for each request that it is shown.
+    reporter.spec_num_forward_ct += verifies - len(runs)
+    result.num_correct_drafts = sum(map(len, runs.values())) - len(runs)
+    result.num_cap_tokens = capped
+    return list(runs.values())
+
+
+def _each_once(parts: list[Verified]) -> list[int]:
+    """Batch rows that verified, in the order in which they first did."""
+    return list(dict.fromkeys(row for part in parts for row in part.rows))
+
+
+def _counted(parts: list[Verified], reqs: list[Any], result: Any) -> list[list[bool]]:
+    """Per step and verify row, whether its request went on after the steps before."""
+    if len(parts) == 1:
+        return [[True] * len(parts[0].rows)]
+    stride, lens = result.speculative_num_draft_tokens, result.accept_lens.tolist()
+    tokens = result.next_token_ids.tolist()
+    # Steps that a request has behind its first one in this result.
+    further = Counter(row for part in parts for row in part.rows)
+    ended: set[int] = set()
+    counted, place = [], 0
+    for rows, _ in parts:
+        counted.append([row not in ended for row in rows])
+        for row in rows:
+            further[row] -= 1
+            run = tokens[place * stride : place * stride + lens[place]]
+            if further[row] and row not in ended and _ends(reqs[row], run):
+                ended.add(row)
+            place += 1
+    return counted
+
+
+def _ends(req: Any, run: list[int]) -> bool:
+    """Whether one of these tokens is the request's last one, by SGLang's own rule."""
+    known = req.finished_reason, req.finished_len
+    ended = bool(req._check_token_based_finish(run))
+    req.finished_reason, req.finished_len = known
+    return ended
 
 
 def _rows_of(result: Any, places: list[int]) -> Any:

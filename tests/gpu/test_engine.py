@@ -19,7 +19,7 @@ from bench import gpu_exact, gpu_lab
 # bfloat16 logits of this model are multiples of 1/8 where they decide: two of these apart is
 # undecided, and batches of different shapes round differently.
 TAU = 0.26
-VARIANTS = ("eager", "graphs", "overlap", "unpaired", "phases", "covered", "page16", "page64")
+VARIANTS = ("eager", "graphs", "overlap", "single_steps", "phases", "covered", "page16", "page64")
 VARIANTS += ("tiny",)
 PAGES = ("overlap", "page16", "page64")
 

@@ -17,7 +17,7 @@ from aspire_sglang.context.sparse import RefreshConfig, SparseContext
 from aspire_sglang.runtime import gpu_profile, gpu_step, gpu_worker, plain_requests, worker
 from aspire_sglang.runtime import plain_steps as plain_steps_module
 from aspire_sglang.runtime.plain_steps import PLAIN_PHASE
-from aspire_sglang.runtime.results import VERIFIED, process_verified_rows
+from aspire_sglang.runtime.results import VERIFIED, join_runs, process_verified_rows
 
 VOCAB, GAMMA, WIDTH = 50, 4, 128
 
@@ -113,9 +113,10 @@ def make(monkeypatch, tiers=None):
     return made
 
 
-def pairing(monkeypatch, below: float, policy: str, noisy: bool = False):
-    """A worker that launches steps in pairs which take the device less than ``below`` seconds."""
-    monkeypatch.setattr(gpu_step, "PAIRED_BELOW", below)
+def bursting(monkeypatch, most: int, policy: str, noisy: bool = False):
+    """A worker that launches up to ``most`` steps for a result."""
+    monkeypatch.setattr(gpu_step, "BURST_STEPS", most)
+    monkeypatch.setattr(gpu_step, "BURST_SECONDS", 1.0)
     made = make(monkeypatch, [2, 5, 10, 15])
     monkeypatch.setenv("ASPIRE_CONFIG", f"{{scheduler: {{policy: {policy}}}, cost_profile: false}}")
     made.reload_config()
@@ -161,6 +162,9 @@ class Batch:
                 is_retracted=False,
                 to_finish=None,
                 finished=lambda: False,
+                finished_reason=None,
+                finished_len=None,
+                _check_token_based_finish=lambda run: self.end in run,
                 sampling_params=SimpleNamespace(
                     max_new_tokens=new_tokens,
                     top_k=1,
@@ -178,6 +182,8 @@ class Batch:
             is_all_greedy=True, penalizer_orchestrator=SimpleNamespace(is_required=False)
         )
         self.forward_mode = SimpleNamespace(is_extend=lambda: True)
+        # Of SGLang's log: verifies since the last line.
+        self.metrics_reporter = SimpleNamespace(spec_num_forward_ct=0)
 
     def maybe_evict_swa(self) -> None: ...
 
@@ -213,25 +219,42 @@ class Batch:
 
             return phase.owner.process(phase, batch, result, original)
         result.copy_done = SimpleNamespace(synchronize=lambda: None)
-        return process_verified_rows(self.process_rows, None, batch, result)
+        return process_verified_rows(Batch.process_rows, self, batch, result)
 
-    def process_rows(self, _, batch, result):
+    def process_rows(self, batch, result):
         """SGLang shows a streamed request's tokens once per result: nobody may be in it twice."""
         assert len({req.rid for req in batch.reqs}) == len(batch.reqs)
+        verifies = sum(req.spec_verify_ct for req in batch.reqs)
+        runs = join_runs(Batch.resolve, self, result, batch)
+        self.metrics_reporter.spec_num_forward_ct += len(batch.reqs)
+        going_on = [req for req in batch.reqs if not req.finished()]
+        assert result.num_correct_drafts == sum(map(len, runs)) - len(batch.reqs)
+        if len(going_on) == len(batch.reqs):
+            verifies = sum(req.spec_verify_ct for req in batch.reqs) - verifies
+            assert self.metrics_reporter.spec_num_forward_ct == verifies
+        self.metrics_reporter.spec_num_forward_ct = 0
+        for req, run in zip(batch.reqs, runs, strict=True):
+            if req in going_on:
+                req.output_ids += run
+                if self.end in run:
+                    req.finished = lambda: True
+
+    def resolve(self, result, batch):
         lens, stride = result.accept_lens.tolist(), result.speculative_num_draft_tokens
         tokens = result.next_token_ids.view(-1, stride).tolist()
+        result.num_correct_drafts = sum(lens) - len(lens)
+        result.num_cap_tokens = result.cap_lens.sum().item()
+        assert result.num_cap_tokens >= result.num_correct_drafts
         for i, req in enumerate(batch.reqs):
             if req.finished():
-                # In the step before, unknown when this one was launched.
+                # In the result before, unknown when this one was launched.
                 assert self.late
                 continue
             assert result.cap_lens[i] < stride
-            req.output_ids += tokens[i][: lens[i]]
             req.kv_committed_len += lens[i]
             req.spec_verify_ct += 1
             req.accepted += lens[i] - 1
-            if self.end in req.output_ids[1:]:
-                req.finished = lambda: True
+        return [run[:length] for run, length in zip(tokens, lens, strict=True)]
 
 
 @pytest.mark.parametrize("late", [0, 1], ids=["at-once", "one-step-late"])
@@ -264,54 +287,55 @@ def test_counts_on(monkeypatch, late, tiers):
 @pytest.mark.parametrize(
     "policy", ["staggered, gamma: 3", "staggered, gamma: 1", "fixed, gamma: 2"]
 )
-def test_pairs_of_steps_write_what_single_steps_write(monkeypatch, late, policy):
+@pytest.mark.parametrize("most", [2, 3])
+def test_bursts_write_what_single_steps_write(monkeypatch, late, policy, most):
     found = {}
-    for below in (0.0, 1.0):
-        made = pairing(monkeypatch, below, policy)
+    for steps in (1, most):
+        made = bursting(monkeypatch, steps, policy)
         batch = Batch([10, 20, 30], new_tokens=14)
         batch.reqs[1].sampling_params.max_new_tokens = 9
         start(made, batch)
-        queue, both = [], 0
+        queue, several = [], 0
         while any(len(r.output_ids) < r.sampling_params.max_new_tokens for r in batch.reqs):
             before = made._in_row
             result = batch.decode(made)
-            both += made._in_row - before == 2
+            several += made._in_row - before == most
             queue.append((batch.snapshot(), result))
             if len(queue) > late:
                 batch.process(*queue.pop(0))
         for each in queue:
             batch.process(*each)
-        assert (both > 2) == (below > 0)
+        assert (several > 2) == (steps > 1)
         assert batch.seq_lens.tolist() == [req.kv_committed_len for req in batch.reqs]
         assert all(state.unsettled == 0 for state in made.state._slots.values())
         assert made.telemetry.totals["accepted_drafts"] > 5
-        found[below] = [req.output_ids[: req.sampling_params.max_new_tokens] for req in batch.reqs]
-    assert found[0.0] == found[1.0]
-    assert [len(text) for text in found[1.0]] == [14, 9, 14]
+        found[steps] = [req.output_ids[: req.sampling_params.max_new_tokens] for req in batch.reqs]
+    assert found[1] == found[most]
+    assert [len(text) for text in found[1]] == [14, 9, 14]
 
 
 @pytest.mark.parametrize("late", [0, 1], ids=["at-once", "one-step-late"])
-def test_pairs_draw_the_same_samples(monkeypatch, late):
+def test_bursts_draw_the_same_samples(monkeypatch, late):
     """Whatever the drafts are worth: the noise belongs to a request and a position."""
     texts = []
-    for below in (0.0, 1.0):
-        made = pairing(monkeypatch, below, "staggered, gamma: 3", noisy=True)
+    for steps in (1, 3):
+        made = bursting(monkeypatch, steps, "staggered, gamma: 3", noisy=True)
         batch = Batch([10, 20, 30], new_tokens=16)
         for req in batch.reqs[:2]:
             params = req.sampling_params
             params.top_k, params.top_p, params.min_p = 1 << 30, 1.0, 0.0
             params.temperature = 0.8
         start(made, batch)
-        queue, both = [], 0
+        queue, several = [], 0
         while any(len(req.output_ids) < 16 for req in batch.reqs):
             before = made._in_row
             queue.append((batch.snapshot(), batch.decode(made)))
-            both += made._in_row - before == 2
+            several += made._in_row - before == 3
             if len(queue) > late:
                 batch.process(*queue.pop(0))
         for each in queue:
             batch.process(*each)
-        assert (both > 5) == (below > 0)
+        assert (several > 3) == (steps > 1)
         totals = made.telemetry.totals
         assert totals["accepted_drafts"] > 5
         assert totals["discarded_drafts"] > 5
@@ -321,21 +345,21 @@ def test_pairs_draw_the_same_samples(monkeypatch, late):
 
 
 @pytest.mark.parametrize("late", [0, 1], ids=["at-once", "one-step-late"])
-@pytest.mark.parametrize("prompt", [43, 44], ids=["ends in a first step", "ends in a second step"])
-def test_a_request_without_drafts_takes_both_steps_of_a_pair(monkeypatch, late, prompt):
+@pytest.mark.parametrize("prompt", [42, 43, 44], ids=["ends late", "in between", "early"])
+def test_a_request_without_drafts_takes_all_steps_of_a_burst(monkeypatch, late, prompt):
     found = {}
-    for below in (0.0, 1.0):
-        made = pairing(monkeypatch, below, "staggered, gamma: 3")
+    for steps in (1, 3):
+        made = bursting(monkeypatch, steps, "staggered, gamma: 3")
         batch = Batch([10, 20, prompt], new_tokens=60)
         batch.late, batch.end = bool(late), 0
         plain = batch.reqs[2]
         plain.sampling_params.custom_params = {"aspire": False}
         start(made, batch)
-        queue, twice, verified = [], 0, 0
+        queue, several, verified = [], 0, 0
         for _ in range(40):
             result = batch.decode(made)
             parts = getattr(result, VERIFIED)
-            twice += len(parts) == 2
+            several += sum(2 in part.rows for part in parts) == 3
             verified += sum(part.rows.count(2) for part in parts) if plain in batch.reqs else 0
             queue.append((batch.snapshot(), result))
             if len(queue) > late:
@@ -346,15 +370,15 @@ def test_a_request_without_drafts_takes_both_steps_of_a_pair(monkeypatch, late, 
                 break
         for each in queue:
             batch.process(*each)
-        assert (twice > 1) == (below > 0)
+        assert (several > 0) == (steps > 1)
         assert plain.output_ids == [*range(prompt + 1, VOCAB), batch.end]
         assert plain.spec_verify_ct == len(plain.output_ids) - 1
         stats = made.telemetry.snapshot()["requests"]["2"]
         assert stats["verify_steps"] == plain.spec_verify_ct
         # What was launched behind its end was not shown to anybody.
-        assert verified - plain.spec_verify_ct <= 1 + 3 * late
-        found[below] = [req.output_ids[:10] for req in batch.reqs]
-    assert found[0.0] == found[1.0]
+        assert verified - plain.spec_verify_ct <= 2 + 4 * late
+        found[steps] = [req.output_ids[:10] for req in batch.reqs]
+    assert found[1] == found[3]
 
 
 class Graphs:
@@ -384,21 +408,34 @@ class Graphs:
         return logits
 
 
-def test_steps_are_paired_only_where_they_fit(monkeypatch):
-    """Not where the device takes long, nobody would draft in between, or no graph holds them."""
-    monkeypatch.setattr(gpu_step, "PAIRED_BELOW", 1.0)
+def test_a_burst_ends(monkeypatch):
+    """Where slots are used up, no graph holds the next step, nobody drafts, or the device has
+    enough to do."""
+    monkeypatch.setattr(gpu_step, "BURST_SECONDS", 1.0)
     made = make(monkeypatch, [3])
     made.mixed_graphs = Graphs(made)
     batch = Batch([10, 20, 30], new_tokens=40)
     start(made, batch)
-    batch.decode(made)
-    assert made._in_row == 2
+
+    def steps() -> int:
+        before = made._in_row
+        batch.decode(made)
+        return made._in_row - before
+
+    # Ten slots in reserve hold four drafts and three steps that run behind three that run.
+    assert steps() == 3
     # A verify of three drafts each has twelve tokens, more than the graph.
-    batch.decode(made)
-    assert made._in_row == 3
-    batch.decode(made)
-    assert made._in_row == 4
+    assert steps() == 1
     assert [state.pending for state in made.state._slots.values()] == [0, 0, 0]
+    monkeypatch.setattr(gpu_step, "BURST_STEPS", 2)
+    assert steps() == 2
+    assert steps() == 1
+    monkeypatch.setattr(gpu_step, "BURST_SECONDS", 0.0)
+    assert [steps() for _ in range(3)] == [1, 1, 1]
+    made._in_row = 0
+    monkeypatch.setattr(gpu_step, "BURST_SECONDS", 1.0)
+    # Three drafts each, then all verify.
+    assert steps() == 1
 
 
 def start(made, batch):

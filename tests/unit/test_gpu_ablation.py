@@ -93,7 +93,7 @@ def test_the_best_cells_of_the_sweep_are_repeated(tmp_path, monkeypatch):
     lab = argparse.Namespace(
         options=argparse.Namespace(
             requests=[4], new_tokens=(2, 8), temperatures=[0.0, 0.7], gammas=[3, 8], rules=(),
-            repeats=3, out=tmp_path,
+            repeats=3, out=tmp_path, waves=1,
         ),
         prompts=[[1, 2, 3], [1, 2], [4], [5, 6]],
         engines={name: Engine(tmp_path, name, clock) for name in ENGINES},
