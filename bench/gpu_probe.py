@@ -150,12 +150,12 @@ def probe_costs(scheduler: Any) -> None:
 def probe_bursts(_: Any, steps: int | None = None, seconds: float | None = None) -> None:
     """Launch at most so many steps for one round, until the device has work for so many seconds;
     None: as by default."""
-    from aspire_sglang.runtime import gpu_step
+    from aspire_sglang.runtime import gpu_burst
 
-    _BURSTS.append((gpu_step.BURST_STEPS, gpu_step.BURST_SECONDS))
+    _BURSTS.append((gpu_burst.BURST_STEPS, gpu_burst.BURST_SECONDS))
     usual_steps, usual_seconds = _BURSTS[0]
-    gpu_step.BURST_STEPS = usual_steps if steps is None else steps
-    gpu_step.BURST_SECONDS = usual_seconds if seconds is None else seconds
+    gpu_burst.BURST_STEPS = usual_steps if steps is None else steps
+    gpu_burst.BURST_SECONDS = usual_seconds if seconds is None else seconds
 
 
 _BURSTS: list[tuple[int, float]] = []

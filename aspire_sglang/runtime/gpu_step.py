@@ -21,13 +21,6 @@ from aspire_sglang.speculation.cost_model import StepShape
 # Steps take a few milliseconds and learning from one a fifth of one.
 OBSERVED_SHARE = 0.1
 
-# The scheduler's own work for a round takes as long as several short steps. So steps are launched
-# in a burst, for one round, until the device has work for so many seconds.
-BURST_SECONDS = 9e-3
-
-# More would keep tokens and new requests waiting for little.
-BURST_STEPS = 4
-
 
 @dataclass(frozen=True)
 class Staged:

@@ -27,10 +27,10 @@ from sglang.srt.model_executor.forward_batch_info import (
 from aspire_sglang.attention.step_buffers import HostStep, StepView, pack_step
 from aspire_sglang.config import AspireConfig, ConfigError
 from aspire_sglang.kernels.step_layout import lay_out_step
-from aspire_sglang.runtime import gpu_step
 from aspire_sglang.runtime.device_sampler import DeviceSampler, RequestSampling, choose_tokens
 from aspire_sglang.runtime.device_state import DeviceState
 from aspire_sglang.runtime.draft_state import SlotState
+from aspire_sglang.runtime.gpu_burst import lengths_after, next_of_burst
 from aspire_sglang.runtime.gpu_graphs import MixedGraphs, PlainGraphs, TierLayout, tier_of
 from aspire_sglang.runtime.gpu_profile import device_step
 from aspire_sglang.runtime.gpu_step import Feedback, Joined, Launched, Staged, shape_of
@@ -156,10 +156,10 @@ class GpuWorker(AspireWorker):
         for req, state in zip(reqs, states, strict=True):
             seq_len = req.kv_committed_len + state.unsettled
             seq_lens.append(seq_len)
-            caps.append(self._cap(req, state, seq_len))
+            caps.append(self.cap(req, state, seq_len))
         return Running(slots, seq_lens, states, caps)
 
-    def _cap(self, req: Any, state: SlotState, seq_len: int) -> int:
+    def cap(self, req: Any, state: SlotState, seq_len: int) -> int:
         # As _max_draft, whose parts that never change are looked up once.
         if state.most is None:
             params = req.sampling_params
@@ -171,7 +171,7 @@ class GpuWorker(AspireWorker):
         cap = min(self.gamma_max, most, left, self.context_len - 1 - seq_len)
         return cap if cap > 0 and req.to_finish is None else 0
 
-    def _may_have_ended(self, req: Any, state: SlotState) -> bool:
+    def may_have_ended(self, req: Any, state: SlotState) -> bool:
         """Whether verifies without a result yet may have given the request its last token."""
         assert state.most is not None
         return bool(req.to_finish) or len(req.output_ids) + state.unsettled > state.most[1]
@@ -181,18 +181,18 @@ class GpuWorker(AspireWorker):
         known = asked is not None and asked[0] is batch.reqs
         running = asked[1] if asked is not None and known else self.running(batch)
         verify, draft_kv = self.modes.decide(*running)
-        step, seq_lens = self._host_step(running, verify), batch.seq_lens
+        step, seq_lens = self.host_step(running, verify), batch.seq_lens
         burst = [self._launch(batch, running, step, draft_kv, seq_lens)]
         ended: set[int] = set()
-        while (more := self._next_of_burst(batch, running, burst, ended)) is not None:
-            seq_lens = self._lengths_after(burst[-1], seq_lens)
+        while (more := next_of_burst(self, running, burst, ended)) is not None:
+            seq_lens = lengths_after(burst[-1], seq_lens)
             running = more[0]
             burst.append(self._launch(batch, *more, seq_lens))
         if len(burst) == 1:
             return self._result(batch, burst, None)
-        return self._result(batch, burst, self._lengths_after(burst[-1], seq_lens))
+        return self._result(batch, burst, lengths_after(burst[-1], seq_lens))
 
-    def _host_step(
+    def host_step(
         self, running: Running, verify: list[bool], left_out: Sequence[int] = ()
     ) -> HostStep:
         slots, sampling = running.slots, self.sampling
@@ -258,57 +258,6 @@ class GpuWorker(AspireWorker):
         )
         return Launched(staged, outcome, forward.logits_output, feedback)
 
-    def _next_of_burst(
-        self, batch: Any, running: Running, burst: list[Launched], ended: set[int]
-    ) -> tuple[Running, HostStep, list[int]] | None:
-        """Another step to launch before SGLang sees the result of those before, None for none.
-
-        Args:
-            running: what the last step was decided on.
-            ended: rows that may have got their last token; those of the last step are added.
-        """
-        graphs, feedback = self.mixed_graphs, burst[-1].feedback
-        if graphs is None or not feedback.graph or len(burst) >= self._longest_burst:
-            return None
-        model = self.cost.model
-        if sum(model.predict(step.feedback.shape) for step in burst) >= gpu_step.BURST_SECONDS:
-            return None
-        if len(feedback.verified) == len(burst[-1].staged.host.order):
-            # Nobody drafts, so perhaps a phase of plain steps begins.
-            return None
-        slots, seq_lens, states, caps = running
-        seq_lens, caps = seq_lens[:], caps[:]
-        rows = burst[-1].staged.host.verify_rows
-        for row, (state, req, drafts) in zip(rows, feedback.verified, strict=True):
-            seq_lens[row] += drafts + 1
-            caps[row] = self._cap(req, state, seq_lens[row])
-            if self._may_have_ended(req, state):
-                ended.add(row)
-        after = Running(slots, seq_lens, states, caps)
-        verify, draft_kv = self.modes.decide(*after)
-        # Those that may have ended by now sit the step out.
-        step = self._host_step(after, verify, list(ended))
-        fits = tier_of(self.model_runner.decode_cuda_graph_runner, len(step.order), step.num_tokens)
-        return (after, step, draft_kv) if fits else None
-
-    @property
-    def _longest_burst(self) -> int:
-        """Most steps for one result.
-
-        Each moves a request's positions on by one at most, and a burst is launched while the one
-        before may still run. The slots that are kept in reserve, twice the most queries of a row,
-        must hold them behind a full run of drafts.
-        """
-        most = self.speculative_num_steps
-        return min(gpu_step.BURST_STEPS, (2 * (most + 1) - most) // 2)
-
-    def _lengths_after(self, launched: Launched, seq_lens: torch.Tensor) -> torch.Tensor:
-        """``[bs]`` tokens with final KV after a step, in batch order."""
-        view, count = launched.staged.view, len(launched.staged.host.order)
-        lengths = seq_lens.clone()
-        lengths[view.order[:count].long()] = view.row_lens[:count]
-        return lengths
-
     def stage(self, step: HostStep, seq_lens: torch.Tensor) -> Staged:
         """Put a step on the device, padded to a graph's tier if there is one.
 
@@ -368,7 +317,7 @@ class GpuWorker(AspireWorker):
     def _result(
         self, batch: Any, steps: list[Launched], seq_lens: torch.Tensor | None
     ) -> GenerationBatchResult:
-        """``seq_lens``: see :meth:`_lengths_after`; None after one step that nobody sat out."""
+        """``seq_lens``: see :func:`lengths_after`; None after one step that nobody sat out."""
         joined = Joined.of(steps)
         if batch.enable_overlap:
             if seq_lens is None:
@@ -378,7 +327,7 @@ class GpuWorker(AspireWorker):
             else:
                 self.relay.publish(batch.req_pool_indices, seq_lens)
         elif seq_lens is None:
-            seq_lens = self._lengths_after(steps[0], batch.seq_lens)
+            seq_lens = lengths_after(steps[0], batch.seq_lens)
         result = GenerationBatchResult(
             logits_output=steps[-1].logits_output,
             next_token_ids=joined.tokens.flatten(),

@@ -14,7 +14,7 @@ pytest.importorskip("sglang.srt.speculative.base_spec_worker")
 from aspire_sglang.attention.step_buffers import StepBuffers
 from aspire_sglang.context.selection import SelectionConfig
 from aspire_sglang.context.sparse import RefreshConfig, SparseContext
-from aspire_sglang.runtime import gpu_profile, gpu_step, gpu_worker, plain_requests, worker
+from aspire_sglang.runtime import gpu_burst, gpu_profile, gpu_worker, plain_requests, worker
 from aspire_sglang.runtime import plain_steps as plain_steps_module
 from aspire_sglang.runtime.plain_steps import PLAIN_PHASE
 from aspire_sglang.runtime.results import VERIFIED, join_runs, process_verified_rows
@@ -115,8 +115,8 @@ def make(monkeypatch, tiers=None):
 
 def bursting(monkeypatch, most: int, policy: str, noisy: bool = False):
     """A worker that launches up to ``most`` steps for a result."""
-    monkeypatch.setattr(gpu_step, "BURST_STEPS", most)
-    monkeypatch.setattr(gpu_step, "BURST_SECONDS", 1.0)
+    monkeypatch.setattr(gpu_burst, "BURST_STEPS", most)
+    monkeypatch.setattr(gpu_burst, "BURST_SECONDS", 1.0)
     made = make(monkeypatch, [2, 5, 10, 15])
     monkeypatch.setenv("ASPIRE_CONFIG", f"{{scheduler: {{policy: {policy}}}, cost_profile: false}}")
     made.reload_config()
@@ -411,7 +411,7 @@ class Graphs:
 def test_a_burst_ends(monkeypatch):
     """Where slots are used up, no graph holds the next step, nobody drafts, or the device has
     enough to do."""
-    monkeypatch.setattr(gpu_step, "BURST_SECONDS", 1.0)
+    monkeypatch.setattr(gpu_burst, "BURST_SECONDS", 1.0)
     made = make(monkeypatch, [3])
     made.mixed_graphs = Graphs(made)
     batch = Batch([10, 20, 30], new_tokens=40)
@@ -427,13 +427,13 @@ def test_a_burst_ends(monkeypatch):
     # A verify of three drafts each has twelve tokens, more than the graph.
     assert steps() == 1
     assert [state.pending for state in made.state._slots.values()] == [0, 0, 0]
-    monkeypatch.setattr(gpu_step, "BURST_STEPS", 2)
+    monkeypatch.setattr(gpu_burst, "BURST_STEPS", 2)
     assert steps() == 2
     assert steps() == 1
-    monkeypatch.setattr(gpu_step, "BURST_SECONDS", 0.0)
+    monkeypatch.setattr(gpu_burst, "BURST_SECONDS", 0.0)
     assert [steps() for _ in range(3)] == [1, 1, 1]
     made._in_row = 0
-    monkeypatch.setattr(gpu_step, "BURST_SECONDS", 1.0)
+    monkeypatch.setattr(gpu_burst, "BURST_SECONDS", 1.0)
     # Three drafts each, then all verify.
     assert steps() == 1
 
