@@ -173,6 +173,11 @@ class SchedulerConfig(_Section):
         "also the gap to the second best token, its place in the draft and the recent rate of its "
         "request; on a CPU only",
     )
+    clock_check: bool = Field(
+        True,
+        description="aspire, on a GPU: where drafting commits less per second of the clock than "
+        "plain steps would, as a slow host can make it, nobody drafts for a while",
+    )
     acceptance: AcceptanceConfig = AcceptanceConfig()
 
 

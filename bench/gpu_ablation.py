@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 COST_RATIOS = (0.1, 0.2, 0.4)
 ADAPTIVE = {
-    "the paper's rule": "policy: aspire, confidence: false",
+    "the paper's rule": "policy: aspire, confidence: false, clock_check: false",
     "the paper's rule, confidence": "policy: aspire",
     "shadow price": "policy: shadow_price, confidence: false",
     "shadow price, confidence": "policy: shadow_price",

@@ -7,6 +7,8 @@ the host knows without waiting, and on lengths, which it knows up to what verifi
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from aspire_sglang.attention.step_buffers import HostStep
 from aspire_sglang.runtime.gpu_graphs import tier_of
 from aspire_sglang.runtime.gpu_step import Launched
 from aspire_sglang.runtime.modes import Running
+
+logger = logging.getLogger(__name__)
 
 BURST_SECONDS = 9e-3
 """A burst ends when the device has work for so long, by the cost model: that hides a round."""
@@ -84,3 +88,46 @@ def lengths_after(launched: Launched, seq_lens: torch.Tensor) -> torch.Tensor:
     lengths = seq_lens.clone()
     lengths[view.order[:count].long()] = view.row_lens[:count]
     return lengths
+
+
+class BurstClock:
+    """Tells the online scheduler what drafting commits per second of the clock.
+
+    Attributes:
+        committed: tokens of the results that came since the last round.
+
+    Args:
+        worker: the ``GpuWorker``.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._last = 0.0
+        self.committed = 0
+
+    def round(self, running: Running, settled: bool) -> None:
+        """A burst is about to be launched.
+
+        With overlap scheduling the tokens since the last one are those of the burst before it; over
+        many rounds that makes no difference.
+
+        Args:
+            settled: nothing but steps in which somebody drafts ran since the last round.
+        """
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        tokens, self.committed = self.committed, 0
+        worker, rows = self._worker, len(running.slots)
+        check = worker.modes.clock_check
+        if not settled or check is None or check.rest or not worker.may_decode_plainly(rows):
+            return
+        # All ranks ask or none.
+        seconds = worker.ranks.first_number(seconds)
+        predicted = worker.cost.model.predict(running.plain_shape())
+        check.observe(tokens, seconds, rows, worker.cost.plain_speed.seconds(rows, predicted))
+        if check.rest:
+            logger.info(
+                "ASPIRE: by the clock drafting is slower than plain decoding here; "
+                "%d plain steps follow",
+                check.rest,
+            )

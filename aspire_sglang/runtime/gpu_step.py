@@ -66,6 +66,7 @@ class Feedback:
             # With overlap a request may have ended in the step before, unknown at launch.
             if counts and not req.finished():
                 worker.telemetry.verified(req.rid, drafts, length - 1)
+        worker.clock.committed += sum(accept_lens)
         seconds = self.started.elapsed_time(self.ended) / 1e3
         if self.typical:
             agree = worker.ranks.first_number

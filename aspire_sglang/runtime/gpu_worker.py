@@ -30,7 +30,7 @@ from aspire_sglang.kernels.step_layout import lay_out_step
 from aspire_sglang.runtime.device_sampler import DeviceSampler, RequestSampling, choose_tokens
 from aspire_sglang.runtime.device_state import DeviceState
 from aspire_sglang.runtime.draft_state import SlotState
-from aspire_sglang.runtime.gpu_burst import lengths_after, next_of_burst
+from aspire_sglang.runtime.gpu_burst import BurstClock, lengths_after, next_of_burst
 from aspire_sglang.runtime.gpu_graphs import MixedGraphs, PlainGraphs, TierLayout, tier_of
 from aspire_sglang.runtime.gpu_profile import device_step
 from aspire_sglang.runtime.gpu_step import Feedback, Joined, Launched, Staged, shape_of
@@ -53,6 +53,7 @@ class GpuWorker(AspireWorker):
 
     Attributes:
         mixed_graphs: graphs of mixed steps that are replayed at once, None where SGLang replays.
+        clock: told of results and rounds.
     """
 
     plain_for_parameters = True
@@ -67,6 +68,7 @@ class GpuWorker(AspireWorker):
         self._asked: tuple[list[Any], Running] | None = None
         # Mixed steps since something else ran.
         self._in_row = 0
+        self.clock = BurstClock(self)
         self._seed: int | None = server_args.random_seed
 
     def init_cuda_graphs(self) -> None:
@@ -126,10 +128,13 @@ class GpuWorker(AspireWorker):
 
     def _chosen_plain_steps(self, batch: Any, running: Running) -> int:
         self._asked = (batch.reqs, running)
-        graphs = self._plain_graphs
-        if graphs is None or graphs.places(len(batch.reqs)) is None:
+        if not self.may_decode_plainly(len(batch.reqs)):
             return 0
         return self.modes.plain_steps(*running)
+
+    def may_decode_plainly(self, rows: int) -> bool:
+        """Whether a batch of so many requests has a graph of plain steps."""
+        return self._plain_graphs is not None and self._plain_graphs.places(rows) is not None
 
     def _plain_forward(self, batch: Any) -> GenerationBatchResult:
         self._in_row = 0
@@ -181,6 +186,7 @@ class GpuWorker(AspireWorker):
         known = asked is not None and asked[0] is batch.reqs
         running = asked[1] if asked is not None and known else self.running(batch)
         verify, draft_kv = self.modes.decide(*running)
+        self.clock.round(running, settled=self._in_row > UNSETTLED_STEPS)
         step, seq_lens = self.host_step(running, verify), batch.seq_lens
         burst = [self._launch(batch, running, step, draft_kv, seq_lens)]
         ended: set[int] = set()

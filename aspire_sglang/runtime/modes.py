@@ -8,6 +8,7 @@ from aspire_sglang.config import SchedulerConfig
 from aspire_sglang.context.sparse import SparseContext
 from aspire_sglang.runtime.cost import RunningCost
 from aspire_sglang.runtime.draft_state import DraftState, SlotState
+from aspire_sglang.speculation.clock_check import ClockCheck
 from aspire_sglang.speculation.cost_model import StepShape
 from aspire_sglang.speculation.plain_speed import UNKNOWN_RATIO
 from aspire_sglang.speculation.policies import Policy, RowState, make_policy
@@ -84,7 +85,11 @@ def policy_of(config: SchedulerConfig, gamma_max: int) -> Policy:
 
 
 class ModeScheduler:
-    """Asks the policy, with what the runtime knows about every running request."""
+    """Asks the policy, with what the runtime knows about every running request.
+
+    Attributes:
+        clock_check: told by the worker how drafting does by the clock; None where it has no say.
+    """
 
     def __init__(
         self,
@@ -97,6 +102,7 @@ class ModeScheduler:
         self._policy = policy_of(config, gamma_max)
         self._since_probe, self._probe_gap = 0, config.probe_interval
         self._first_gap = config.probe_interval
+        self.clock_check = ClockCheck() if config.clock_check and self._policy.plans else None
         self._context = context
         self._cost = cost
         self._drafts = drafts
@@ -165,6 +171,8 @@ class ModeScheduler:
     def plain_ran(self, steps: int) -> None:
         """The whole batch decoded plainly for so many steps."""
         self._since_probe += steps
+        if self.clock_check is not None:
+            self.clock_check.plain_ran(steps)
 
     def _plan(
         self,
@@ -186,6 +194,15 @@ class ModeScheduler:
             else:
                 starting.append(i)
         if not starting:
+            return
+        if self.clock_check is not None and self.clock_check.rest:
+            # Who holds drafts verifies them; then the whole batch decodes plainly.
+            whole = phases and len(starting) == len(states)
+            for i in starting:
+                states[i].run, states[i].rest = 0, self.clock_check.rest - 1 if whole else 0
+            if not phases:
+                # These steps count too: no graph of plain steps may hold the batch.
+                self.clock_check.plain_ran(1)
             return
         rows = [self._row(slots[i], seq_lens[i], states[i], caps[i], draft_kv[i]) for i in starting]
         together = sum(state.verifies == 0 for state in states) > 1

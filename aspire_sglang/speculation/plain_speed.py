@@ -19,16 +19,23 @@ _NEW_WEIGHT = 0.5
 class PlainSpeed:
     """Measured time of plain steps over the time that the cost model predicts for them.
 
-    The ratio is kept per power of two of rows, and per half power of two of predicted time. It
-    never exceeds 1: a mixed step without drafts is always an alternative.
+    The ratio is kept per power of two of rows, and per half power of two of predicted time.
     """
 
     def __init__(self) -> None:
         self._ratios: dict[tuple[int, int], float] = {}
 
     def ratio(self, rows: int, predicted: float) -> float | None:
-        """The ratio of a step of so many rows and predicted seconds; None if never measured."""
-        return self._ratios.get(_key(rows, predicted))
+        """The ratio of a step of so many rows and predicted seconds; None if never measured.
+
+        At most 1: a mixed step without drafts is always an alternative.
+        """
+        ratio = self._ratios.get(_key(rows, predicted))
+        return None if ratio is None else min(ratio, 1.0)
+
+    def seconds(self, rows: int, predicted: float) -> float:
+        """What such a step takes by the clock; as predicted, if never measured."""
+        return predicted * self._ratios.get(_key(rows, predicted), 1.0)
 
     def observe(self, rows: int, predicted: float, seconds: float) -> None:
         """Learn from plain steps that took ``seconds`` each.
@@ -39,7 +46,7 @@ class PlainSpeed:
         if not (rows > 0 and predicted > 0.0 and seconds > 0.0):
             raise ValueError(f"rows and times must be positive: {rows}, {predicted}, {seconds}")
         key = _key(rows, predicted)
-        ratio = min(max(seconds / predicted, _LEAST_RATIO), 1.0)
+        ratio = max(seconds / predicted, _LEAST_RATIO)
         before = self._ratios.get(key, ratio)
         self._ratios[key] = before + _NEW_WEIGHT * (ratio - before)
 

@@ -381,6 +381,35 @@ def test_a_request_without_drafts_takes_all_steps_of_a_burst(monkeypatch, late, 
     assert found[1] == found[3]
 
 
+@pytest.mark.parametrize("slow", [False, True])
+def test_drafting_that_loses_by_the_clock_gives_way_to_plain_steps(monkeypatch, slow):
+    made = bursting(monkeypatch, 3, "aspire")
+    made._plain_graphs = SimpleNamespace(
+        places=lambda rows: 4 if rows <= 4 else None, in_use=contextlib.nullcontext
+    )
+    # Whoever may draft drafts.
+    monkeypatch.setattr(
+        made.modes._policy.__class__, "plan", lambda *given, **_: [3] * len(given[1])
+    )
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 1.0 if slow else 1e-6
+        return now[0]
+
+    monkeypatch.setattr(gpu_burst, "time", SimpleNamespace(perf_counter=clock))
+    batch = Batch([10, 20, 30], new_tokens=60)
+    start(made, batch)
+    for _ in range(24):
+        made.plain.prepare(lambda batch: None, batch)
+        batch.process(batch.snapshot(), batch.decode(made))
+    totals = made.telemetry.totals
+    assert (totals["plain_graph_steps"] > 10) == slow
+    for req, first in zip(batch.reqs, [11, 21, 31], strict=True):
+        assert req.output_ids == [(first + i) % VOCAB for i in range(len(req.output_ids))]
+    assert totals["accepted_drafts"] > 5
+
+
 class Graphs:
     """SGLang's graphs: they read the step from the buffers.
 

@@ -188,3 +188,35 @@ def test_without_plain_steps_a_batch_is_asked_again_soon():
     verify, _ = modes.decide(slots, [4000] * 6, states, caps)
     assert verify == [True] * 6
     assert all(state.rest <= PLAIN_RUN for state in states)
+
+
+def test_nobody_drafts_while_drafting_rests():
+    modes, states, slots, caps = phases(LONG_CONTEXTS, 0.95)
+    lens = [8000] * len(states)
+    check = modes.clock_check
+    check.observe(1, 1.0, len(states), 1e-3)
+    rest = check.rest
+    assert rest > 1
+    # One holds drafts still: it verifies them, and the others decode plainly beside it.
+    states[0].pending, states[0].run = 1, 2
+    assert modes.plain_steps(slots, lens, states, caps) == 0
+    verify, _ = modes.decide(slots, lens, states, caps)
+    assert verify == [False, *[True] * (len(states) - 1)]
+    states[0].pending = 2
+    for state in states[1:]:
+        state.begin_settling()
+        state.settle(0, 0)
+    verify, _ = modes.decide(slots, lens, states, caps)
+    assert all(verify)
+    for state in states:
+        drafts = state.pending
+        state.begin_settling()
+        state.settle(drafts, drafts)
+    # The two mixed steps count.
+    assert modes.plain_steps(slots, lens, states, caps) == rest - 2
+    modes.plain_ran(rest - 2)
+    for state in states:
+        state.plain(rest - 2, 0)
+    assert check.rest == 0
+    assert modes.plain_steps(slots, lens, states, caps) == 0
+    assert all(state.run for state in states)

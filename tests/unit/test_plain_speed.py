@@ -29,6 +29,8 @@ def test_is_bounded():
     speed = PlainSpeed()
     speed.observe(4, 1e-3, 9e-3)
     assert speed.ratio(4, 1e-3) == 1.0
+    assert speed.seconds(4, 1e-3) == pytest.approx(9e-3)
+    assert speed.seconds(64, 1e-3) == 1e-3
     speed.observe(1, 1e-3, 1e-9)
     assert speed.ratio(1, 1e-3) == pytest.approx(0.3)
     assert set(speed.report()) == {"1 rows, 0.98 ms", "4 rows, 0.98 ms"}
