@@ -11,8 +11,10 @@ the accept lengths of the past. The oracle knows the acceptance of the moment.
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,24 +31,54 @@ from aspire_sglang.speculation.policies import Policy, RowState, make_policy
 TWO_CORES = CostModel(28.3e-3, 0.727e-3, 2.06e-6, 0.128e-6)
 
 
+BEST_RATE = 0.995
+"""No text is easier than this."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """Requests that run for the whole simulation.
 
     Attributes:
-        requests: how many.
-        contexts: least and most tokens of a context; spread evenly over the requests.
+        requests: how many run at once.
+        contexts: least and most tokens of a context; spread evenly over the requests, or over
+            the logarithm if ``log``.
         rates: lowest and highest acceptance of a stretch; drawn per stretch.
         stretch: mean committed tokens of a stretch.
+        own: a request's stretches differ from those rates by as much as this, all alike.
         ratio, floor: a draft reads this share of the context, at least ``floor`` tokens.
+        refreshing: share of the layers in which a draft reads the whole context.
+        new_tokens: of every request; 0: requests run for the whole simulation.
+        waves: requests per place, one after another; with more than one, those that run at the
+            beginning are met in their midst, as in ``bench/gpu_waves.py``.
     """
 
     requests: int = 8
     contexts: tuple[int, int] = (500, 7500)
     rates: tuple[float, float] = (0.7, 0.99)
     stretch: float = 200.0
+    own: float = 0.0
     ratio: float = 0.1
     floor: int = 512
+    refreshing: float = 0.0
+    log: bool = False
+    new_tokens: int = 0
+    waves: int = 1
+
+    def draft_kv(self, context: int) -> int:
+        """KV tokens that a draft reads, per layer."""
+        sparse = min(context, max(self.floor, int(self.ratio * context)))
+        return round(sparse + self.refreshing * (context - sparse))
+
+    def lengths(self) -> list[int]:
+        """Tokens of the contexts of one wave."""
+        low, high = self.contexts
+        if self.log:
+            shares = (np.arange(self.requests) + 0.5) / self.requests
+            lengths: list[int] = np.round(low * (high / low) ** shares).astype(int).tolist()
+        else:
+            lengths = np.linspace(low, high, self.requests).astype(int).tolist()
+        return lengths
 
 
 @dataclass
@@ -63,12 +95,18 @@ class _Request:
     length: int = 3
     trace: Sequence[bool] = ()
     place: int = 0
+    own: float = 0.0
+    left: float = math.inf
 
     def accepts_next(self, draw: float) -> bool:
         """Whether the draft behind the pending ones would be accepted."""
         if not self.trace:
-            return draw < self.rate
+            return draw < self.present_rate()
         return self.trace[(self.place + self.pending) % len(self.trace)]
+
+    def present_rate(self) -> float:
+        """Probability that the next draft is accepted."""
+        return min(self.rate + self.own, BEST_RATE)
 
     def known_run(self, longest: int) -> int:
         """Drafts from here on that would be accepted, at most ``longest``."""
@@ -80,16 +118,37 @@ class _Request:
 
 @dataclass
 class Outcome:
-    """Totals of a simulated run: committed tokens, seconds, and draft lengths at verifies."""
+    """Totals of a simulated run.
+
+    Attributes:
+        tokens, seconds: committed tokens and time of all steps.
+        full_tokens, full_seconds: of those in which every place was taken.
+        lengths: draft lengths at verifies.
+    """
 
     tokens: int = 0
     seconds: float = 0.0
+    full_tokens: int = 0
+    full_seconds: float = 0.0
     lengths: list[int] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
         """Committed tokens per second."""
         return self.tokens / self.seconds
+
+    @property
+    def full_rate(self) -> float:
+        """Committed tokens per second while every place was taken."""
+        return self.full_tokens / self.full_seconds
+
+    def step(self, tokens: int, seconds: float, full: bool) -> None:
+        """Count one step."""
+        self.tokens += tokens
+        self.seconds += seconds
+        if full:
+            self.full_tokens += tokens
+            self.full_seconds += seconds
 
 
 def simulate(
@@ -116,40 +175,68 @@ def simulate(
             are taken to depend on the place in the text alone.
     """
     rng = np.random.default_rng(seed)
-    low, high = work.contexts
-    contexts = np.linspace(low, high, work.requests).astype(int).tolist()
-    requests = [
-        _Request(
-            context,
-            slot,
-            make_estimator(),
-            rng.uniform(*work.rates),
-            trace=traces[(slot + seed * len(contexts)) % len(traces)] if traces else (),
-        )
-        for slot, context in enumerate(contexts)
-    ]
+    coming = _requests(work, make_estimator, traces, rng, seed)
+    running = list(itertools.islice(coming, work.requests))
     done = Outcome()
     for _ in range(steps):
-        rows = [_row(request, work, gamma_max, oracle) for request in requests]
-        shape = StepShape()
-        for request, row, verify in zip(requests, rows, policy.decide(rows, cost), strict=True):
-            if verify:
-                queries = request.pending + 1
-                shape = shape.row(queries, request.committed + queries)
-                done.lengths.append(request.pending)
-                done.tokens += _verify(request)
-                if rng.random() < (request.accepted + 1) / work.stretch:
-                    request.rate = rng.uniform(*work.rates)
-                request.place += request.accepted + 1
-                request.pending, request.accepted, request.rejected = 0, 0, False
-            else:
+        if not running:
+            break
+        rows = [_row(request, work, gamma_max, oracle) for request in running]
+        shape, committed, staying = StepShape(), 0, []
+        full = len(running) == work.requests
+        for request, row, verify in zip(running, rows, policy.decide(rows, cost), strict=True):
+            if not verify:
                 shape = shape.row(1, row.draft_kv)
                 request.rejected |= not request.accepts_next(rng.random())
                 request.pending += 1
                 request.age += 1
                 request.accepted += not request.rejected
-        done.seconds += cost.predict(shape)
+                staying.append(request)
+                continue
+            queries = request.pending + 1
+            shape = shape.row(queries, request.committed + queries)
+            done.lengths.append(request.pending)
+            tokens = _verify(request)
+            committed += tokens
+            if rng.random() < tokens / work.stretch:
+                request.rate = rng.uniform(*work.rates)
+            request.place += tokens
+            request.left -= tokens
+            request.pending, request.accepted, request.rejected = 0, 0, False
+            if request.left > 0:
+                staying.append(request)
+            elif (after := next(coming, None)) is not None:
+                after.slot = request.slot
+                staying.append(after)
+        done.step(committed, cost.predict(shape), full)
+        running = staying
     return done
+
+
+def _requests(
+    work: Workload,
+    make_estimator: Callable[[], AcceptanceEstimator],
+    traces: Sequence[Sequence[bool]],
+    rng: np.random.Generator,
+    seed: int,
+) -> Iterator[_Request]:
+    """Wave after wave."""
+    for wave in range(work.waves):
+        lengths = work.lengths()
+        if wave > 0:
+            rng.shuffle(lengths)
+        for slot, context in enumerate(lengths):
+            trace = traces[(slot + seed * len(lengths)) % len(traces)] if traces else ()
+            request = _Request(
+                context, slot, make_estimator(), rng.uniform(*work.rates), trace=trace
+            )
+            if work.own:
+                request.own = rng.uniform(-work.own, work.own)
+            if work.new_tokens:
+                met_midway = wave == 0 and work.waves > 1
+                least = 1 if met_midway else work.new_tokens
+                request.left = int(rng.integers(least, work.new_tokens + 1))
+            yield request
 
 
 def _row(request: _Request, work: Workload, gamma_max: int, oracle: bool) -> RowState:
@@ -157,9 +244,9 @@ def _row(request: _Request, work: Workload, gamma_max: int, oracle: bool) -> Row
     return RowState(
         committed=request.committed,
         pending=request.pending,
-        draft_kv=min(context, max(work.floor, int(work.ratio * context))),
-        rate=request.rate if oracle and not request.trace else request.estimator.rate,
-        max_draft=gamma_max,
+        draft_kv=work.draft_kv(context),
+        rate=request.present_rate() if oracle and not request.trace else request.estimator.rate,
+        max_draft=int(max(min(gamma_max, request.left - 1), 0)),
         verifies=request.verifies,
         age=request.age,
         slot=request.slot,
@@ -180,11 +267,12 @@ def _verify(request: _Request) -> int:
 
 
 def compare(work: Workload, cost: CostModel, steps: int, seeds: Sequence[int]) -> dict[str, float]:
-    """Mean tokens per second of every policy; fixed lengths at their best."""
+    """Mean tokens per second of every policy, with all places taken where requests follow one
+    another; fixed lengths at their best."""
 
     def mean(policy: Policy, oracle: bool = False) -> float:
         runs = [simulate(policy, work, cost, steps, seed=seed, oracle=oracle) for seed in seeds]
-        return float(np.mean([run.rate for run in runs]))
+        return float(np.mean([run.full_rate if work.waves > 1 else run.rate for run in runs]))
 
     lengths = (1, 2, 3, 4, 6, 8, 10, 12, 16)
     return {
@@ -193,6 +281,7 @@ def compare(work: Workload, cost: CostModel, steps: int, seeds: Sequence[int]) -
         "staggered, best length": max(mean(make_policy("staggered", gamma=g)) for g in lengths),
         "aspire": mean(make_policy("aspire")),
         "shadow_price": mean(make_policy("shadow_price")),
+        "aspire, oracle": mean(make_policy("aspire", first_draft=16), oracle=True),
         "oracle": mean(make_policy("shadow_price", first_draft=16), oracle=True),
     }
 
@@ -209,7 +298,10 @@ def main() -> None:
     parser.add_argument("--per-token", type=float, default=TWO_CORES.per_token)
     parser.add_argument("--per-kv", type=float, default=TWO_CORES.per_kv)
     parser.add_argument("--per-pair", type=float, default=TWO_CORES.per_pair)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--log", action="store_true", help="contexts spread over the logarithm")
+    parser.add_argument("--new-tokens", type=int, default=0, help="of a request; 0: no end")
+    parser.add_argument("--waves", type=int, default=1, help="requests per place")
+    parser.add_argument("--steps", type=int, default=2000, help="at most")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     work = Workload(
@@ -218,6 +310,9 @@ def main() -> None:
         tuple(options.rates),
         options.stretch,
         options.ratio,
+        log=options.log,
+        new_tokens=options.new_tokens,
+        waves=options.waves,
     )
     cost = CostModel(options.fixed, options.per_token, options.per_kv, options.per_pair)
     found = compare(work, cost, options.steps, range(options.seeds))
