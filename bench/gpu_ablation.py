@@ -24,9 +24,9 @@ the *finals*. ``DIR/ablation.json`` holds all rounds, after each of them:
   length, and time per step, from the counters;
 * ``cost_model_error``: predicted against measured time of steps, over buckets of tokens and KV.
 
-So everybody starts at once, and a round ends with the slowest. With ``--waves N`` there are N
-requests per prompt, one taking the place of another, and rates are those of the time in which all
-``--requests`` places are taken (``bench/gpu_waves.py``).
+So everybody starts at once, and a round ends with the slowest. In the phase ``waves`` there are
+``--waves`` requests per prompt, one taking the place of another, and rates are those of the time in
+which all ``--requests`` places are taken (``bench/gpu_waves.py``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 COST_RATIOS = (0.1, 0.2, 0.4)
 ADAPTIVE = {
-    "the paper's rule": "policy: aspire, confidence: false, clock_check: false",
+    "the paper's rule": "policy: aspire, confidence: false",
     "the paper's rule, confidence": "policy: aspire",
     "shadow price": "policy: shadow_price, confidence: false",
     "shadow price, confidence": "policy: shadow_price",
@@ -64,6 +64,14 @@ PARTS = {
     "constant cost": [f"policy: constant_cost, cost_ratio: {ratio}" for ratio in COST_RATIOS],
 }
 """Rules that leave something out; on the context ``refresh``."""
+WAVE_LINES = (
+    "stock",
+    "refresh, in step",
+    "refresh, staggered",
+    "refresh, constant cost",
+    "refresh, the paper's rule",
+    "refresh, shadow price",
+)
 PRIOR = ("window, in step", "last verify per layer, in step", "last verify per layer, staggered")
 """As published: MagicDec; Vegas and SparseSpec without mixing; SparseSpec."""
 
@@ -87,10 +95,13 @@ class Row:
     finals: list[dict[str, Any]] = field(default_factory=list)
 
     def best(self) -> str:
-        """The settings whose round of the sweep was the fastest."""
+        """The settings whose round of the sweep was the fastest: by device time, which scatters
+        less than the clock."""
         if len(self.settings) == 1:
             return self.settings[0]
-        return str(max(self.sweep, key=lambda entry: entry["tokens_per_s"])["settings"])
+        kinds = ("tokens_per_s_of_device_time", "tokens_per_s")
+        best = max(self.sweep, key=lambda entry: tuple(entry[kind] or 0.0 for kind in kinds))
+        return str(best["settings"])
 
     def as_dict(self) -> dict[str, Any]:
         return {"engine": self.engine, "sweep": self.sweep, "finals": self.finals}
@@ -106,7 +117,11 @@ def label(engine: str) -> str:
 
 
 def rows(
-    engines: Sequence[str], gammas: Sequence[int], greedy: bool, rules: Sequence[str] = ()
+    engines: Sequence[str],
+    gammas: Sequence[int],
+    greedy: bool,
+    rules: Sequence[str] = (),
+    wanted: Sequence[str] = (),
 ) -> list[Row]:
     """Lines for the engines there are.
 
@@ -115,6 +130,7 @@ def rows(
         gammas: fixed lengths to try.
         greedy: whether drafts have confidences that may end them.
         rules: adaptive rules to try, by the beginning of their names; all, if empty.
+        wanted: lines to keep, by the beginning of their names; all, if empty.
     """
     found = []
     for engine in engines:
@@ -143,11 +159,31 @@ def rows(
             for what, schedulers in PARTS.items():
                 add(what, schedulers)
             add("plain decoding", ["policy: ar"])
-    return found
+    return [row for row in found if not wanted or row.name.startswith(tuple(wanted))]
 
 
 def ablation(lab: Lab) -> dict[str, Any]:
-    """Sweep and finals at every temperature, then the error of the cost model."""
+    """Sweep and finals at every temperature, all at once; then the error of the cost model."""
+    found = _prepared(lab, 1)
+    _tables(lab, "ablation", found)
+    prompts = lab.prompts[: max(lab.options.requests)]
+    errors: dict[str, Any] = {}
+    found["cost_model_error"] = errors
+    for name in [name for name in lab.engines if name in CONTEXTS][:2]:
+        errors[label(name)] = cost_error(lab, name, prompts)
+        lab.say(f"cost model, {name}: {errors[label(name)]}")
+    return found
+
+
+def waves(lab: Lab) -> dict[str, Any]:
+    """Sweep and finals of the default context's schedules, requests following one another."""
+    found = _prepared(lab, lab.options.waves)
+    _tables(lab, "waves", found, WAVE_LINES)
+    return found
+
+
+def _prepared(lab: Lab, waves: int) -> dict[str, Any]:
+    """Step costs measured, prompts in the prefix cache; what the runs are about."""
     options = lab.options
     prompts = lab.prompts[: max(options.requests)]
     lengths = [len(prompt) for prompt in prompts]
@@ -159,6 +195,7 @@ def ablation(lab: Lab) -> dict[str, Any]:
             "shared_tokens": shared_tokens(prompts),
         },
         "new_tokens": options.new_tokens[1],
+        "waves": waves,
     }
     lab.fit_costs()
     for name, engine in lab.engines.items():
@@ -166,60 +203,61 @@ def ablation(lab: Lab) -> dict[str, Any]:
         # Compiles and caches what only a full batch needs.
         engine.answers(prompts, options.new_tokens[0])
         lab.say(f"{name} is warm")
-    for temperature in options.temperatures:
+    return found
+
+
+def _tables(lab: Lab, phase: str, found: dict[str, Any], wanted: Sequence[str] = ()) -> None:
+    for temperature in lab.options.temperatures:
         table: dict[str, Any] = {}
         found[f"temperature {temperature}"] = table
-        _measure(lab, prompts, temperature, table, found)
+        lines = rows(
+            list(lab.engines), lab.options.gammas, temperature == 0.0, lab.options.rules, wanted
+        )
+        _measure(lab, lines, temperature, table, lambda: lab.save(phase, found), found["waves"])
         for kind in ("tokens_per_s", "tokens_per_s_of_device_time"):
             lab.say(kind)
             for text in summary(table, kind):
                 lab.say(text)
-        lab.save("ablation", found)
-    errors: dict[str, Any] = {}
-    found["cost_model_error"] = errors
-    for name in [name for name in lab.engines if name in CONTEXTS][:2]:
-        errors[label(name)] = cost_error(lab, name, prompts)
-        lab.say(f"cost model, {name}: {errors[label(name)]}")
-    return found
+        lab.save(phase, found)
 
 
 def _measure(
     lab: Lab,
-    prompts: list[list[int]],
+    lines: list[Row],
     temperature: float,
     table: dict[str, Any],
-    found: dict[str, Any],
+    save: Callable[[], None],
+    waves: int,
 ) -> None:
-    options = lab.options
-    lines = rows(list(lab.engines), options.gammas, temperature == 0.0, options.rules)
+    options, prompts = lab.options, lab.prompts[: max(lab.options.requests)]
     cells = [(row, text) for row in lines if len(row.settings) > 1 for text in row.settings]
     # In random order, so that a slower minute meets everybody.
     random.Random(3).shuffle(cells)
     for row, text in cells:
         if lab.late():
             break
-        row.sweep.append(one_round(lab, row.engine, text, prompts, temperature))
+        row.sweep.append(one_round(lab, row.engine, text, prompts, temperature, waves))
         table[row.name] = row.as_dict()
-    lab.save("ablation", found)
+    save()
     for repeat in range(options.repeats):
         turn = lines[repeat * 5 % len(lines) :] + lines[: repeat * 5 % len(lines)]
         for row in turn[:: 1 if repeat % 2 == 0 else -1]:
             if lab.late() or (len(row.settings) > 1 and not row.sweep):
                 continue
-            entry = one_round(lab, row.engine, row.best(), prompts, temperature)
+            entry = one_round(lab, row.engine, row.best(), prompts, temperature, waves)
             row.finals.append(entry)
             table[row.name] = row.as_dict()
             lab.say(
                 f"{row.name}: {entry['tokens_per_s']:,.0f}, steady {entry['steady_tokens_per_s']}, "
                 f"{entry['accept_length'] or 0:.2f} tokens per verify"
             )
-        lab.save("ablation", found)
+        save()
 
 
 def one_round(
-    lab: Lab, name: str, text: str, prompts: list[list[int]], temperature: float
+    lab: Lab, name: str, text: str, prompts: list[list[int]], temperature: float, waves: int = 1
 ) -> dict[str, Any]:
-    """All prompts at once, with the given settings.
+    """All prompts at once, with the given settings; or ``waves`` of them, one after another.
 
     Raises:
         ValueError: the settings were not taken.
@@ -228,10 +266,14 @@ def one_round(
     if text and not engine.ask("configure", text=text):
         raise ValueError(f"settings {text} were not taken")
     before = engine.counters()
+    if waves > 1:
+        asked = waves_of(prompts, waves, new)
+        return {
+            "settings": text,
+            **_wave_round(lab, name, asked, len(prompts), temperature, before),
+        }
     logged = engine.log.stat().st_size
     start = time.perf_counter()
-    if lab.options.waves > 1:
-        return {"settings": text, **_waves(lab, name, prompts, temperature, before)}
     answers = engine.answers(prompts, new, temperature)
     seconds = time.perf_counter() - start
     counters = gpu_engine._difference(before, engine.counters())
@@ -260,24 +302,30 @@ def _counted(counters: dict[str, Any]) -> dict[str, Any]:
         "mixed_fraction": counters.get("mixed_steps", 0) / steps if steps else 0.0,
         "us_per_step": busy / steps if steps else None,
         "verifies_by_drafts": counters.get("draft_lengths", {}),
+        "cost_model": counters.get("cost_model"),
     }
 
 
-def _waves(
-    lab: Lab, name: str, prompts: list[list[int]], temperature: float, before: dict[str, Any]
+def _wave_round(
+    lab: Lab,
+    name: str,
+    asked: tuple[list[list[int]], list[int]],
+    places: int,
+    temperature: float,
+    before: dict[str, Any],
 ) -> dict[str, Any]:
-    """A round of ``--waves`` requests per prompt, as many at a time as there are prompts."""
+    """More requests than run at a time; ``asked``: their prompts and output lengths."""
     engine, path = lab.engines[name], Path(lab.options.out) / "timeline.json"
-    asked, lengths = waves_of(prompts, lab.options.waves, lab.options.new_tokens[1])
+    prompts, lengths = asked
     params = [
         {"max_new_tokens": new, "temperature": temperature, "ignore_eos": True} for new in lengths
     ]
     engine.ask("collective_rpc", method="probe_timeline", path=None)
     start = time.perf_counter()
-    engine.ask("generate", input_ids=asked, sampling_params=params)
+    engine.ask("generate", input_ids=prompts, sampling_params=params)
     seconds = time.perf_counter() - start
     engine.ask("collective_rpc", method="probe_timeline", path=str(path))
-    window = full_window(json.loads(path.read_text()), len(prompts))
+    window = full_window(json.loads(path.read_text()), places)
     return {
         "seconds": seconds,
         "tokens_per_s": window["tokens_per_s"],

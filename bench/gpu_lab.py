@@ -316,7 +316,7 @@ PHASES = {
     phase.__name__: phase
     for phase in (
         *(texts, scores, distributions, timed, short, arrivals, profile, host, timeline),
-        *(ranks, killed_rank, draft_contexts, gpu_ablation.ablation),
+        *(ranks, killed_rank, draft_contexts, gpu_ablation.ablation, gpu_ablation.waves),
     )
 }
 
@@ -342,11 +342,14 @@ def main() -> int:
     )
     parser.add_argument("--gammas", type=int, nargs="+", default=[3, 5, 8, 12])
     parser.add_argument(
-        "--waves", type=int, default=1, help="requests per prompt, one after another; ablation only"
+        "--waves", type=int, default=2, help="requests per prompt, one after another; phase waves"
     )
     parser.add_argument("--rules", nargs="*", default=(), choices=gpu_ablation.ADAPTIVE)
     parser.add_argument(
-        "--last-round", type=float, default=math.inf, help="seconds from the start; ablation only"
+        "--last-round",
+        type=float,
+        default=math.inf,
+        help="seconds from the start; ablation and waves",
     )
     parser.add_argument("--new-tokens", type=int, nargs=2, default=(32, 288))
     parser.add_argument("--repeats", type=int, default=2)

@@ -61,12 +61,17 @@ class Engine:
         self.log = folder / f"{name}.log"
         self.log.write_text("")
         self.name, self.clock, self.text, self.steps = name, clock, "", 0
+        self.asked: list[dict[str, Any]] = []
 
     def ask(self, method: str, /, **given: Any) -> Any:
         if method == "configure":
             self.text = given["text"]
         elif given.get("method") == "probe_timeline" and given["path"]:
-            Path(given["path"]).write_text(json.dumps([["device", 3, 1, 12, 900, 2e-3, 1e-3, 0]]))
+            events = [["device", 3, 1, 12, 900, 2e-3, 1e-3, 0, 7]]
+            results = [["result", t, t + 1, 4, 40] for t in range(3)]
+            Path(given["path"]).write_text(json.dumps([*events, *results]))
+        elif method == "generate":
+            self.asked.append(given)
         return True
 
     def answers(self, prompts: Any, new: int, temperature: float = 0.0) -> Any:
@@ -93,7 +98,7 @@ def test_the_best_cells_of_the_sweep_are_repeated(tmp_path, monkeypatch):
     lab = argparse.Namespace(
         options=argparse.Namespace(
             requests=[4], new_tokens=(2, 8), temperatures=[0.0, 0.7], gammas=[3, 8], rules=(),
-            repeats=3, out=tmp_path, waves=1,
+            repeats=3, out=tmp_path, waves=2,
         ),
         prompts=[[1, 2, 3], [1, 2], [4], [5, 6]],
         engines={name: Engine(tmp_path, name, clock) for name in ENGINES},
@@ -125,12 +130,40 @@ def test_the_best_cells_of_the_sweep_are_repeated(tmp_path, monkeypatch):
 
 
 def test_rounds_end_in_time(tmp_path):
-    lab = argparse.Namespace(late=lambda: True, say=print, save=lambda phase, found: None)
+    lab = argparse.Namespace(late=lambda: True, say=print, prompts=[])
     lab.engines = dict.fromkeys(ENGINES)
-    lab.options = argparse.Namespace(gammas=[3], rules=(), repeats=2)
+    lab.options = argparse.Namespace(repeats=2, requests=[4])
     table: dict[str, Any] = {}
-    gpu_ablation._measure(lab, [], 0.0, table, {})  # type: ignore[arg-type]
+    lines = rows(ENGINES, [3, 5], True)
+    gpu_ablation._measure(lab, lines, 0.0, table, lambda: None, 1)  # type: ignore[arg-type]
     assert table == {}
+
+
+def test_waves_keep_to_the_default_context(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(gpu_ablation.time, "perf_counter", lambda: clock[0])
+    lab = argparse.Namespace(
+        options=argparse.Namespace(
+            requests=[4], new_tokens=(2, 8), temperatures=[0.0], gammas=[3, 8], rules=(),
+            repeats=2, out=tmp_path, waves=3,
+        ),
+        prompts=[[1, 2, 3], [1, 2], [4], [5, 6]],
+        engines={name: Engine(tmp_path, name, clock) for name in ENGINES},
+        say=lambda text: None,
+        late=lambda: False,
+        fit_costs=lambda: None,
+        save=lambda phase, found: None,
+    )  # fmt: skip
+    found = gpu_ablation.waves(lab)  # type: ignore[arg-type]
+    assert found["waves"] == 3
+    table = found["temperature 0.0"]
+    assert {"refresh, in step", "refresh, the paper's rule"} < set(table)
+    assert all(name.startswith("refresh, ") for name in table)
+    asked = [given for engine in lab.engines.values() for given in engine.asked]
+    assert all(len(given["input_ids"]) == len(given["sampling_params"]) == 12 for given in asked)
+    (entry, _) = table["refresh, in step"]["finals"]
+    assert entry["tokens_per_s"] == 40.0
+    assert entry["tokens_per_s_of_device_time"] == 3500.0
 
 
 def test_percentiles_are_values_that_occurred():
