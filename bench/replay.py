@@ -3,6 +3,11 @@ worth without a server's noise.
 
     python bench/replay.py TOKENS.npz                 # written by bench/context_loops.py --keep
     python bench/replay.py TOKENS.npz --fixed 2e-3 --per-kv 1e-8 --per-token 1e-5
+    python bench/replay.py bench/results/h200-accepts.json --temperature 0.7 --waves 2 --seeds 2 \\
+        --fixed 1.45e-3 --per-token 0.93e-6 --per-kv 6.7e-9 --per-pair 0
+
+The last one replays requests of an ablation on an H200 (``bench/gpu_ablation.py``): 256 at a time,
+with their contexts, on the step costs of that device.
 
 The outcomes of drafts are those of real texts; steps are not run, their times are the cost model's.
 So every figure is replayed, not measured. The oracle knows how many of the coming drafts will be
@@ -26,7 +31,7 @@ import numpy as np
 from aspire_sglang.speculation.cost_model import CostModel, StepShape
 from aspire_sglang.speculation.policies import Policy, RowState, make_policy
 from aspire_sglang.speculation.rows import StepwisePolicy
-from bench.simulator import TWO_CORES, Workload, simulate
+from bench.simulator import LAYERS, TWO_CORES, Workload, simulate
 
 FIXED = (1, 2, 3, 4, 6, 8, 10, 12, 16)
 COST_RATIOS = (0.05, 0.1, 0.2, 0.4, 0.6)
@@ -76,6 +81,19 @@ def traces_of(accepted: np.ndarray, gamma: int) -> list[list[bool]]:
     return traces
 
 
+def read_record(path: Path, temperature: float) -> tuple[list[list[bool]], tuple[int, ...]]:
+    """Outcomes and prompt lengths of the requests of a server's rounds with one draft length.
+
+    Raises:
+        KeyError: there is no round of this temperature.
+    """
+    record = json.loads(path.read_text())
+    traces = []
+    for accepted in record[f"temperature {temperature}"]:
+        traces += traces_of(np.array(accepted)[:, None], record["gamma"])
+    return traces, tuple(record["prompt_tokens"])
+
+
 def compare(
     traces: Sequence[Sequence[bool]], work: Workload, cost: CostModel, steps: int, seeds: int
 ) -> dict[str, dict[str, Any]]:
@@ -86,7 +104,7 @@ def compare(
             simulate(policy, work, cost, steps, seed=seed, oracle=oracle, traces=traces)
             for seed in range(seeds)
         ]
-        return float(np.mean([run.rate for run in runs]))
+        return float(np.mean([run.full_rate if work.waves > 1 else run.rate for run in runs]))
 
     def best(name: str, option: str, values: Sequence[float]) -> dict[str, Any]:
         rates = {value: mean(make_policy(name, **{option: value})) for value in values}
@@ -102,6 +120,9 @@ def compare(
         "A8 the paper's rule": {"tokens_per_s": mean(make_policy("aspire"))},
         "A9 one length for all": {"tokens_per_s": mean(make_policy("global"))},
         "shadow price": {"tokens_per_s": mean(make_policy("shadow_price"))},
+        "A8, mean acceptance known": {
+            "tokens_per_s": mean(make_policy("aspire", first_draft=16), oracle=True)
+        },
         "A10 oracle": {"tokens_per_s": mean(OraclePolicy(), oracle=True)},
     }
     return found
@@ -112,6 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tokens", type=Path)
     parser.add_argument("--gamma", type=int, default=16, help="drafts per recorded verify")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of a record in JSON")
+    parser.add_argument("--waves", type=int, default=1, help="requests per place; of a record")
+    parser.add_argument("--new-tokens", type=int, default=256, help="per request; of a record")
     parser.add_argument("--requests", type=int, default=Workload.requests)
     parser.add_argument("--contexts", type=int, nargs=2, default=Workload.contexts)
     parser.add_argument("--fixed", type=float, default=TWO_CORES.fixed, help="seconds per step")
@@ -122,10 +146,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
-    with np.load(options.tokens) as recorded:
-        traces = traces_of(recorded["accepted"], options.gamma)
     cost = CostModel(options.fixed, options.per_token, options.per_kv, options.per_pair)
-    work = Workload(options.requests, tuple(options.contexts))
+    if options.tokens.suffix == ".json":
+        traces, prompts = read_record(options.tokens, options.temperature)
+        options.requests, options.contexts = len(prompts), (min(prompts), max(prompts))
+        options.steps = 10**6
+        work = Workload(
+            options.requests,
+            options.contexts,
+            ratio=0.07,
+            refreshing=1 / LAYERS,
+            prompts=prompts,
+            new_tokens=options.new_tokens,
+            waves=options.waves,
+        )
+    else:
+        with np.load(options.tokens) as recorded:
+            traces = traces_of(recorded["accepted"], options.gamma)
+        work = Workload(options.requests, tuple(options.contexts))
     found = compare(traces, work, cost, options.steps, options.seeds)
     plain = found["A0 plain"]["tokens_per_s"]
     oracle = found["A10 oracle"]["tokens_per_s"]
@@ -137,6 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.out:
         about = {
             "label": "replayed: recorded acceptance, modelled step times",
+            "file": options.tokens.name,
+            "temperature": options.temperature if options.tokens.suffix == ".json" else None,
+            "waves": work.waves,
             "requests": options.requests,
             "contexts": list(options.contexts),
             "cost": {

@@ -23,7 +23,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from aspire_sglang.speculation.ablations import adjusted_length
-from aspire_sglang.speculation.acceptance import AcceptanceEstimator, BetaAcceptance
+from aspire_sglang.speculation.acceptance import (
+    MAX_RATE,
+    MIN_RATE,
+    AcceptanceEstimator,
+    BetaAcceptance,
+)
 from aspire_sglang.speculation.cost_model import CostModel, StepShape
 from aspire_sglang.speculation.policies import Policy, RowState, make_policy
 
@@ -31,8 +36,8 @@ from aspire_sglang.speculation.policies import Policy, RowState, make_policy
 TWO_CORES = CostModel(28.3e-3, 0.727e-3, 2.06e-6, 0.128e-6)
 
 
-BEST_RATE = 0.995
-"""No text is easier than this."""
+LAYERS = 30
+"""Of SmolLM2-135M, one of which reads the whole context at every draft."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,9 @@ class Workload:
             the logarithm if ``log``.
         rates: lowest and highest acceptance of a stretch; drawn per stretch.
         stretch: mean committed tokens of a stretch.
-        own: a request's stretches differ from those rates by as much as this, all alike.
         ratio, floor: a draft reads this share of the context, at least ``floor`` tokens.
         refreshing: share of the layers in which a draft reads the whole context.
+        prompts: tokens of every context, instead of ``contexts``.
         new_tokens: of every request; 0: requests run for the whole simulation.
         waves: requests per place, one after another; with more than one, those that run at the
             beginning are met in their midst, as in ``bench/gpu_waves.py``.
@@ -57,11 +62,11 @@ class Workload:
     contexts: tuple[int, int] = (500, 7500)
     rates: tuple[float, float] = (0.7, 0.99)
     stretch: float = 200.0
-    own: float = 0.0
     ratio: float = 0.1
     floor: int = 512
     refreshing: float = 0.0
     log: bool = False
+    prompts: tuple[int, ...] = ()
     new_tokens: int = 0
     waves: int = 1
 
@@ -72,10 +77,13 @@ class Workload:
 
     def lengths(self) -> list[int]:
         """Tokens of the contexts of one wave."""
+        lengths: list[int]
         low, high = self.contexts
-        if self.log:
+        if self.prompts:
+            lengths = list(self.prompts)
+        elif self.log:
             shares = (np.arange(self.requests) + 0.5) / self.requests
-            lengths: list[int] = np.round(low * (high / low) ** shares).astype(int).tolist()
+            lengths = np.round(low * (high / low) ** shares).astype(int).tolist()
         else:
             lengths = np.linspace(low, high, self.requests).astype(int).tolist()
         return lengths
@@ -95,18 +103,19 @@ class _Request:
     length: int = 3
     trace: Sequence[bool] = ()
     place: int = 0
-    own: float = 0.0
     left: float = math.inf
 
     def accepts_next(self, draw: float) -> bool:
         """Whether the draft behind the pending ones would be accepted."""
         if not self.trace:
-            return draw < self.present_rate()
+            return draw < self.rate
         return self.trace[(self.place + self.pending) % len(self.trace)]
 
-    def present_rate(self) -> float:
-        """Probability that the next draft is accepted."""
-        return min(self.rate + self.own, BEST_RATE)
+    def known_rate(self) -> float:
+        """The acceptance of the moment; of a trace, its mean."""
+        if not self.trace:
+            return self.rate
+        return min(max(sum(self.trace) / len(self.trace), MIN_RATE), MAX_RATE)
 
     def known_run(self, longest: int) -> int:
         """Drafts from here on that would be accepted, at most ``longest``."""
@@ -167,8 +176,8 @@ def simulate(
 
     Args:
         cost: of the simulated machine, and what the policy believes it to be.
-        oracle: tell the policy the present acceptance instead of the estimate; of a trace, as
-            ``length``, the number of drafts that will be accepted.
+        oracle: tell the policy the present acceptance instead of the estimate; of a trace its mean
+            and, as ``length``, the number of drafts that will be accepted.
         traces: recorded outcomes of the requests' drafts, one after another, in place of
             ``work.rates``; a request without one takes the next in turn. What would have been
             drafted behind a token that the trace has and the replay has not is unknown, so outcomes
@@ -221,17 +230,16 @@ def _requests(
     seed: int,
 ) -> Iterator[_Request]:
     """Wave after wave."""
+    lengths = work.lengths()
     for wave in range(work.waves):
-        lengths = work.lengths()
+        order = list(range(len(lengths)))
         if wave > 0:
-            rng.shuffle(lengths)
-        for slot, context in enumerate(lengths):
-            trace = traces[(slot + seed * len(lengths)) % len(traces)] if traces else ()
+            rng.shuffle(order)
+        for slot, index in enumerate(order):
+            trace = traces[(index + seed * len(lengths)) % len(traces)] if traces else ()
             request = _Request(
-                context, slot, make_estimator(), rng.uniform(*work.rates), trace=trace
+                lengths[index], slot, make_estimator(), rng.uniform(*work.rates), trace=trace
             )
-            if work.own:
-                request.own = rng.uniform(-work.own, work.own)
             if work.new_tokens:
                 met_midway = wave == 0 and work.waves > 1
                 least = 1 if met_midway else work.new_tokens
@@ -245,7 +253,7 @@ def _row(request: _Request, work: Workload, gamma_max: int, oracle: bool) -> Row
         committed=request.committed,
         pending=request.pending,
         draft_kv=work.draft_kv(context),
-        rate=request.present_rate() if oracle and not request.trace else request.estimator.rate,
+        rate=request.known_rate() if oracle else request.estimator.rate,
         max_draft=int(max(min(gamma_max, request.left - 1), 0)),
         verifies=request.verifies,
         age=request.age,

@@ -1,10 +1,11 @@
-"""How far the simulator is from a GPU: every schedule of an ablation, simulated and measured.
+"""How far the simulator is from a GPU: every schedule of an ablation, replayed and measured.
 
-    python bench/simulator_check.py bench/results/h200-ablation.json
+    python bench/simulator_check.py bench/results/h200-schedules.json \\
+        bench/results/h200-accepts.json
 
-Contexts, output lengths and step costs are those of the run; acceptance is one number per
-temperature, fitted to the accept length of one fixed length, ``--fit``. All other schedules
-are predicted. Compared are tokens per second of device time, medians of the rounds.
+Contexts and output lengths are those of the run, acceptance is what was recorded of the same
+requests in rounds of their own (:func:`bench.replay.read_record`), and step times are the cost
+model's, ``--cost``. Compared are tokens per second of device time, medians of the rounds.
 """
 
 from __future__ import annotations
@@ -23,95 +24,55 @@ import yaml
 from aspire_sglang.config import SchedulerConfig
 from aspire_sglang.runtime.modes import policy_of
 from aspire_sglang.speculation.cost_model import CostModel
-from bench.simulator import Outcome, Workload, simulate
+from bench.replay import read_record
+from bench.simulator import LAYERS, Workload, simulate
 
-LAYERS = 30
-"""Of SmolLM2-135M, one of which reads the whole context at every draft."""
-
-SPREAD = 0.05
-"""Stretches accept this much more or less than the mean."""
-
-FIT = "policy: fixed, gamma: 3"
-
-
-def workload(found: dict[str, Any], rate: float) -> Workload:
-    """The run's requests, their drafts accepted with probability ``rate``."""
-    least, _, most = found["prompts"]["least_mean_most"]
-    return Workload(
-        requests=found["prompts"]["requests"],
-        contexts=(least, most),
-        rates=(rate - SPREAD, min(rate + SPREAD, 0.995)),
-        stretch=120.0,
-        ratio=0.07,
-        refreshing=1 / LAYERS,
-        log=True,
-        new_tokens=found["new_tokens"],
-        waves=found.get("waves", 1),
-    )
-
-
-def simulated(settings: dict[str, Any], work: Workload, cost: CostModel) -> Outcome:
-    """A run with the policy of an ``aspire`` configuration's section ``scheduler``."""
-    policy = policy_of(SchedulerConfig(**settings), 16)
-    return simulate(policy, work, cost, 10**6)
-
-
-def accept_length(outcome: Outcome) -> float:
-    """Tokens per verify."""
-    return outcome.tokens / len(outcome.lengths)
-
-
-def fitted_rate(found: dict[str, Any], wanted: float, settings: dict[str, Any]) -> float:
-    """The acceptance with which the simulated accept length is the one that was measured."""
-    low, high = 0.5, 0.99
-    for _ in range(12):
-        rate = (low + high) / 2
-        work = workload(found, rate)
-        if accept_length(simulated(settings, work, CostModel(1e-3, 1e-6, 1e-8))) < wanted:
-            low = rate
-        else:
-            high = rate
-    return (low + high) / 2
+GAMMA_MAX = 16
 
 
 def cells(table: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Rounds on the context ``refresh`` by the text of their scheduler's settings."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for line in table.get("rounds", table).values():
+    for line in table.values():
         if line["engine"] != "context_refresh_16":
             continue
         for entry in line["sweep"] + line["finals"]:
-            if entry["tokens_per_s_of_device_time"]:
-                settings = yaml.safe_load(entry["settings"])["scheduler"]
+            settings = yaml.safe_load(entry["settings"])["scheduler"]
+            if entry["tokens_per_s_of_device_time"] and settings["policy"] != "ar":
                 key = ", ".join(f"{name}: {value}" for name, value in settings.items())
                 found.setdefault(key, []).append(entry)
     return found
 
 
-def compare(found: dict[str, Any], cost: CostModel, fit: str = FIT) -> dict[str, Any]:
-    """Per temperature: the fitted acceptance, and per schedule what was simulated and measured.
+def compare(found: dict[str, Any], record: Path, cost: CostModel) -> dict[str, Any]:
+    """Per temperature and schedule what was replayed and measured, and the relative error.
 
-    Raises:
-        ValueError: the schedule to fit was not run.
+    Args:
+        found: a phase of ``bench/gpu_ablation.py``.
+        record: outcomes of the same requests' drafts.
     """
     result: dict[str, Any] = {}
     for name, table in found.items():
         if not name.startswith("temperature"):
             continue
-        rounds = cells(table)
-        if fit not in rounds:
-            raise ValueError(f"{name}: no round of {fit!r}, there are {sorted(rounds)}")
-        length = statistics.median(entry["accept_length"] for entry in rounds[fit])
-        rate = fitted_rate(found, length, yaml.safe_load(f"{{{fit}}}"))
-        work, lines = workload(found, rate), {}
-        for key, entries in rounds.items():
-            outcome = simulated(yaml.safe_load(f"{{{key}}}"), work, cost)
+        traces, prompts = read_record(record, float(name.split()[1]))
+        work = Workload(
+            len(prompts),
+            ratio=0.07,
+            refreshing=1 / LAYERS,
+            prompts=prompts,
+            new_tokens=found["new_tokens"],
+            waves=found["waves"],
+        )
+        lines = {}
+        for key, entries in cells(table).items():
+            policy = policy_of(SchedulerConfig(**yaml.safe_load(f"{{{key}}}")), GAMMA_MAX)
+            outcome = simulate(policy, work, cost, 10**6, gamma_max=GAMMA_MAX, traces=traces)
             guess = outcome.full_rate if work.waves > 1 else outcome.rate
             real = statistics.median(e["tokens_per_s_of_device_time"] for e in entries)
-            lines[key] = {"simulated": guess, "measured": real, "error": guess / real - 1.0}
+            lines[key] = {"replayed": guess, "measured": real, "error": guess / real - 1.0}
         errors = [abs(line["error"]) for line in lines.values()]
         result[name] = {
-            "rate": rate,
             "median_error": statistics.median(errors),
             "worst_error": max(errors),
             "lines": lines,
@@ -119,11 +80,25 @@ def compare(found: dict[str, Any], cost: CostModel, fit: str = FIT) -> dict[str,
     return result
 
 
+def show(result: dict[str, Any]) -> None:
+    """Print what :func:`compare` found."""
+    for name, found in result.items():
+        print(
+            f"{name}: error {found['median_error']:.1%} in the median, "
+            f"{found['worst_error']:.1%} at worst"
+        )
+        for key, line in found["lines"].items():
+            print(
+                f"  {key:55}{line['replayed']:9,.0f} replayed{line['measured']:9,.0f} measured "
+                f"{line['error']:+.1%}"
+            )
+
+
 def main() -> None:
     """Print the comparison for one file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--fit", default=FIT)
+    parser.add_argument("measured", type=Path)
+    parser.add_argument("record", type=Path)
     parser.add_argument(
         "--cost",
         type=float,
@@ -133,17 +108,10 @@ def main() -> None:
         help="seconds; of an H200",
     )
     options = parser.parse_args()
-    content = json.loads(options.file.read_text())
-    for name, found in compare(content, CostModel(*options.cost), options.fit).items():
-        print(
-            f"{name}: acceptance {found['rate']:.3f} (fitted), error {found['median_error']:.1%} "
-            f"in the median, {found['worst_error']:.1%} at worst"
-        )
-        for key, line in found["lines"].items():
-            print(
-                f"  {key:55}{line['simulated']:9,.0f} simulated{line['measured']:9,.0f} measured "
-                f"{line['error']:+.1%}"
-            )
+    content = json.loads(options.measured.read_text())
+    for phase in ("ablation", "waves"):
+        print(phase)
+        show(compare(content[phase], options.record, CostModel(*options.cost)))
 
 
 if __name__ == "__main__":

@@ -193,6 +193,15 @@ class _Runs:
         return [bool(row.any()) for row in pays]
 
 
+def _reads(rows: Sequence[RowState], gamma_max: int) -> tuple[Array, Array, Array]:
+    """Of 0, 1, ... drafts: ``[G + 1]`` queries of the verify, ``[n, G + 1]`` tokens it reads; and
+    ``[n, 1]`` tokens that a draft reads."""
+    committed = np.array([row.committed for row in rows], dtype=np.float64)[:, None]
+    draft_kv = np.array([row.draft_kv for row in rows], dtype=np.float64)[:, None]
+    queries = np.arange(1, gamma_max + 2, dtype=np.float64)
+    return queries, committed + queries, draft_kv
+
+
 @dataclass(frozen=True, slots=True)
 class Throughput:
     """Each request maximizes the throughput of a batch of requests like itself.
@@ -216,10 +225,7 @@ class Throughput:
         batch: int,
         plain_ratio: float = 1.0,
     ) -> Self:
-        committed = np.array([row.committed for row in rows], dtype=np.float64)[:, None]
-        draft_kv = np.array([row.draft_kv for row in rows], dtype=np.float64)[:, None]
-        queries = np.arange(1, gamma_max + 2, dtype=np.float64)
-        context = committed + queries
+        queries, context, draft_kv = _reads(rows, gamma_max)
         verify = cost.predict_many(batch * queries, batch * context, batch * queries * context)
         verify[:, 0] *= plain_ratio
         one_token = np.array(float(batch))
@@ -269,10 +275,7 @@ class _ShadowPrice:
         plain_ratio: float = 1.0,
     ) -> Self:
         fixed, per_token, per_kv, per_pair = cost.coefficients
-        committed = np.array([row.committed for row in rows], dtype=np.float64)[:, None]
-        draft_kv = np.array([row.draft_kv for row in rows], dtype=np.float64)[:, None]
-        queries = np.arange(1, gamma_max + 2, dtype=np.float64)
-        context = committed + queries
+        queries, context, draft_kv = _reads(rows, gamma_max)
         verify = per_token * queries + per_kv * context + per_pair * queries * context
         draft = per_token + (per_kv + per_pair) * draft_kv
         return cls(_Runs.of(rows, gamma_max), fixed, verify, draft)

@@ -91,23 +91,27 @@ class Engine:
         return [5.0, 7.0, 6.0]
 
 
-def test_the_best_cells_of_the_sweep_are_repeated(tmp_path, monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(gpu_ablation.time, "perf_counter", lambda: clock[0])
-    saved: list[Any] = []
-    lab = argparse.Namespace(
+def laboratory(folder: Path, clock: list[float], saved: list[str], **options: Any) -> Any:
+    """A lab of such engines; ``saved`` gets what it saves."""
+    return argparse.Namespace(
         options=argparse.Namespace(
-            requests=[4], new_tokens=(2, 8), temperatures=[0.0, 0.7], gammas=[3, 8], rules=(),
-            repeats=3, out=tmp_path, waves=2,
+            requests=[4], new_tokens=(2, 8), gammas=[3, 8], rules=(), out=folder, **options
         ),
         prompts=[[1, 2, 3], [1, 2], [4], [5, 6]],
-        engines={name: Engine(tmp_path, name, clock) for name in ENGINES},
+        engines={name: Engine(folder, name, clock) for name in ENGINES},
         say=lambda text: None,
         late=lambda: False,
         fit_costs=lambda: None,
         save=lambda phase, found: saved.append(json.dumps(found)),
-    )  # fmt: skip
-    found = gpu_ablation.ablation(lab)  # type: ignore[arg-type]
+    )
+
+
+def test_the_best_cells_of_the_sweep_are_repeated(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(gpu_ablation.time, "perf_counter", lambda: clock[0])
+    saved: list[Any] = []
+    lab = laboratory(tmp_path, clock, saved, temperatures=[0.0, 0.7], repeats=3)
+    found = gpu_ablation.ablation(lab)
     assert saved
     assert found["prompts"]["shared_tokens"] == 2
     table = found["temperature 0.0"]
@@ -142,19 +146,8 @@ def test_rounds_end_in_time(tmp_path):
 def test_waves_keep_to_the_default_context(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(gpu_ablation.time, "perf_counter", lambda: clock[0])
-    lab = argparse.Namespace(
-        options=argparse.Namespace(
-            requests=[4], new_tokens=(2, 8), temperatures=[0.0], gammas=[3, 8], rules=(),
-            repeats=2, out=tmp_path, waves=3,
-        ),
-        prompts=[[1, 2, 3], [1, 2], [4], [5, 6]],
-        engines={name: Engine(tmp_path, name, clock) for name in ENGINES},
-        say=lambda text: None,
-        late=lambda: False,
-        fit_costs=lambda: None,
-        save=lambda phase, found: None,
-    )  # fmt: skip
-    found = gpu_ablation.waves(lab)  # type: ignore[arg-type]
+    lab = laboratory(tmp_path, clock, [], temperatures=[0.0], repeats=2, waves=3)
+    found = gpu_ablation.waves(lab)
     assert found["waves"] == 3
     table = found["temperature 0.0"]
     assert {"refresh, in step", "refresh, the paper's rule"} < set(table)

@@ -1,12 +1,16 @@
 """Replayed acceptance: recorded runs as traces, and a schedule that knows them."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from aspire_sglang.speculation.cost_model import CostModel
 from aspire_sglang.speculation.policies import make_policy
-from bench.replay import OraclePolicy, traces_of
+from bench.replay import OraclePolicy, read_record, traces_of
 from bench.simulator import Workload, simulate
+from bench.simulator_check import compare
 
 KV_BOUND = CostModel(1e-3, 1e-5, 1e-6)
 TOKEN_BOUND = CostModel(1e-3, 1e-1, 1e-9)
@@ -36,6 +40,42 @@ def test_the_oracle_drafts_what_will_be_accepted():
     done = simulate(OraclePolicy(), WORK, KV_BOUND, 300, oracle=True, traces=traces)
     assert set(done.lengths) <= {0, 3, 6}
     assert done.tokens == sum(length + 1 for length in done.lengths)
+
+
+def test_requests_end_and_others_take_their_places():
+    traces = [[True] * 3 + [False], [True] * 9 + [False]]
+    work = Workload(prompts=(4000, 6000), requests=2, new_tokens=40, waves=3)
+    done = simulate(make_policy("fixed", gamma=3), work, KV_BOUND, 10**6, traces=traces)
+    # Two that are met in their midst, and four whole ones; nobody writes a token too many.
+    assert 4 * 40 < done.tokens <= 6 * 40
+    assert 0 < done.full_tokens < done.tokens
+    assert 0.0 < done.full_seconds < done.seconds
+    together = Workload(prompts=(4000, 6000), requests=2, new_tokens=40)
+    assert simulate(make_policy("aspire"), together, KV_BOUND, 10**6, traces=traces).tokens == 80
+
+
+def test_a_record_is_read(tmp_path):
+    record = {"gamma": 4, "prompt_tokens": [7, 9], "temperature 0.7": [[4, 1], [0]]}
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(record))
+    traces, prompts = read_record(path, 0.7)
+    assert traces == [[True] * 5 + [False], [False]]
+    assert prompts == (7, 9)
+    with pytest.raises(KeyError):
+        read_record(path, 0.0)
+
+
+def test_the_simulator_is_near_what_was_measured():
+    """Of an H200: a schedule of each kind, within what rounds there differ by."""
+    results = Path(__file__).parents[2] / "bench" / "results"
+    found = json.loads((results / "h200-schedules.json").read_text())["waves"]
+    wanted = "refresh, staggered", "refresh, the paper's rule"
+    table = {name: found["temperature 0.7"][name] for name in wanted}
+    few = {"temperature 0.7": table, "new_tokens": found["new_tokens"], "waves": found["waves"]}
+    cost = CostModel(1.45e-3, 0.93e-6, 6.7e-9)
+    lines = compare(few, results / "h200-accepts.json", cost)["temperature 0.7"]
+    assert len(lines["lines"]) == 3
+    assert lines["worst_error"] < 0.05
 
 
 def test_the_oracle_decodes_plainly_where_drafts_never_pay():
