@@ -32,17 +32,16 @@ which all ``--requests`` places are taken (``bench/gpu_waves.py``).
 from __future__ import annotations
 
 import json
-import math
 import random
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import gpu_engine
+from bench.cost_errors import errors_by_bucket, percentile
 from bench.gpu_contexts import accept_length
 from bench.gpu_texts import shared_tokens
 from bench.gpu_variants import CONTEXTS
@@ -336,11 +335,6 @@ def _wave_round(
     }
 
 
-def percentile(ascending: list[float], share: float) -> float:
-    """The least value that so many percent of all do not exceed."""
-    return ascending[max(math.ceil(len(ascending) * share / 100) - 1, 0)]
-
-
 def rate_of(line: dict[str, Any], kind: str = "tokens_per_s") -> float | None:
     """Median of the finals; None without any."""
     rates = [entry[kind] for entry in line["finals"] if entry[kind]]
@@ -378,32 +372,3 @@ def cost_error(lab: Lab, name: str, prompts: list[list[int]]) -> dict[str, Any]:
     engine.answers(prompts, lab.options.new_tokens[1])
     engine.ask("collective_rpc", method="probe_timeline", path=str(path))
     return errors_by_bucket(json.loads(path.read_text()))
-
-
-def errors_by_bucket(events: list[list[Any]], least: int = 8) -> dict[str, Any]:
-    """Errors of the ``device`` events of ``probe_timeline``, relative to what was measured.
-
-    Steps are alike within half a power of two of tokens and of KV tokens; buckets of fewer than
-    ``least`` steps are left out.
-    """
-    buckets: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for event in events:
-        if event[0] != "device":
-            continue
-        _, _, _, tokens, kv_tokens, seconds, predicted, *_ = event
-        key = round(2 * math.log2(tokens)), round(2 * math.log2(max(kv_tokens, 1)))
-        buckets[key].append(abs(predicted / seconds - 1.0))
-    every = [error for errors in buckets.values() for error in errors]
-    medians = {
-        f"{2 ** (tokens / 2):.0f} tokens, {2 ** (kv / 2):.0f} KV": statistics.median(errors)
-        for (tokens, kv), errors in buckets.items()
-        if len(errors) >= least
-    }
-    worst = max(medians, key=lambda key: medians[key], default=None)
-    return {
-        "steps": len(every),
-        "median": statistics.median(every) if every else None,
-        "p99": percentile(sorted(every), 99) if every else None,
-        "worst_bucket": [worst, medians[worst]] if worst else None,
-        "buckets": len(medians),
-    }

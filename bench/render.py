@@ -22,15 +22,17 @@ from jinja2 import Environment
 
 from bench import render_plots
 from bench.paths import ROOT
-from bench.render_tables import READERS, kind_of
+from bench.render_tables import READERS, kind_of, tables
 
 TITLES = {
     "speed_up": "Decode speed against plain decoding",
     "ablation": "What each idea is worth",
+    "gpu_ablation": "What each idea is worth on a GPU",
     "contexts": "How well draft contexts predict the model",
     "demo": "The demo",
     "replay": "Schedules on replayed acceptance (modelled step times)",
 }
+DEFAULT_LINE = "refresh, the paper's rule"
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Results</title>
 <style>
@@ -89,6 +91,24 @@ def part_of(path: Path, out: Path) -> Part | None:
             spread=("lowest", "highest"),
             line=frame["tokens/s"].iloc[0] if frame.iloc[0, 0] == "plain" else None,
         )
+    elif kind == "gpu_ablation":
+        for number, (_, group) in enumerate(frame.groupby(["requests", "sampling"], sort=False)):
+            stock = group.loc[group["context and schedule"] == "stock", "tokens/s"]
+            render_plots.bars(
+                group,
+                "context and schedule",
+                "tokens/s",
+                picture(f"-{number}"),
+                spread=("lowest", "highest"),
+                line=None if stock.empty else stock.iloc[0],
+            )
+        counts = {
+            f"{how}, {sampling}": table[DEFAULT_LINE]["finals"][0]["verifies_by_drafts"]
+            for how, sampling, table in tables(result)
+            if table.get(DEFAULT_LINE, {}).get("finals")
+        }
+        if counts:
+            render_plots.lengths(counts, picture("-lengths"))
     elif kind == "contexts":
         for number, (_, group) in enumerate(frame.groupby("sampling", sort=False)):
             render_plots.bars(
@@ -112,7 +132,13 @@ def _about(result: dict[str, Any]) -> str:
         named = {k: v for k, v in machine.items() if isinstance(v, (str, int, float))}
         machine = ", ".join(f"{k} {v}" for k, v in named.items())
     facts = [result.get(key) for key in ("command", "study", "label", "commit", "date")]
-    return "; ".join(str(fact) for fact in (*facts, machine) if fact)
+    errors = result.get("ablation", {}).get("cost_model_error", {})
+    misses = [
+        f"cost model ({context}) off by {error['median']:.1%} in the median and "
+        f"{error['worst_bucket'][1]:.1%} in the worst bucket of {error['steps']} steps"
+        for context, error in errors.items()
+    ]
+    return "; ".join(str(fact) for fact in (*facts, machine, *misses) if fact)
 
 
 def _printed(frame: pd.DataFrame) -> pd.DataFrame:

@@ -81,3 +81,26 @@ def timeline(requests: list[dict[str, Any]], path: Path, steps: int = 120) -> No
     axis.set_xlim(0, steps)
     axis.set_xlabel("decode step of the request: drafts light, verifies dark")
     _save(figure, path)
+
+
+def lengths(counts: dict[str, dict[str, int]], path: Path) -> None:
+    """How many verifies held how many drafts, as shares.
+
+    Args:
+        counts: verifies by number of drafts, per line of the plot.
+    """
+    figure, axis = _figure(3.5)
+    width = 0.8 / max(len(counts), 1)
+    for place, (name, verifies) in enumerate(counts.items()):
+        total = sum(verifies.values())
+        drafts = sorted(verifies, key=int)
+        axis.bar(
+            [int(n) + (place + 0.5) * width - 0.4 for n in drafts],
+            [verifies[n] / total for n in drafts],
+            width,
+            label=name,
+        )
+    axis.set_xlabel("drafts before a verify")
+    axis.set_ylabel("share of the verifies")
+    axis.legend()
+    _save(figure, path)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pandas as pd
+import yaml
 
 Result = dict[str, Any]
 
@@ -59,6 +60,65 @@ def ablation(result: Result) -> pd.DataFrame:
     frame = pd.DataFrame(best.values())
     frame["ratio"] = frame["tokens/s"] / best["plain"]["tokens/s"] if "plain" in best else None
     return frame
+
+
+PHASES = {"ablation": "all at once", "waves": "one after another"}
+"""Parts of a result of ``bench/gpu_ablation.py``."""
+
+
+def tables(result: Result) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Of ``bench/gpu_ablation.py``: how requests come, sampling, and lines by name."""
+    for phase, how in PHASES.items():
+        for key, table in result.get(phase, {}).items():
+            if key.startswith("temperature"):
+                yield how, key, table
+
+
+def gpu_ablation(result: Result) -> pd.DataFrame:
+    """``bench/gpu_ablation.py``: one row per way in which requests come, sampling and schedule."""
+    rows = []
+    for how, sampling, table in tables(result):
+        stock = [entry["tokens_per_s"] for entry in table.get("stock", {}).get("finals", [])]
+        for name, line in table.items():
+            finals = line["finals"]
+            if not finals:
+                continue
+
+            def median(key: str, finals: list[dict[str, Any]] = finals) -> float | None:
+                values = [entry[key] for entry in finals if entry.get(key)]
+                return statistics.median(values) if values else None
+
+            rates = [entry["tokens_per_s"] for entry in finals]
+            rows.append(
+                {
+                    "requests": how,
+                    "sampling": sampling,
+                    "context and schedule": name,
+                    "setting": _setting(finals[0]["settings"]),
+                    "tokens/s": statistics.median(rates),
+                    "lowest": min(rates),
+                    "highest": max(rates),
+                    "ratio": statistics.median(rates) / statistics.median(stock) if stock else None,
+                    "tokens/s of device time": median("tokens_per_s_of_device_time"),
+                    "accept length": median("accept_length"),
+                    "discarded drafts": median("discarded_drafts"),
+                    "mixed steps": median("mixed_fraction"),
+                    "ms per token, p50": _tpot(finals, "p50"),
+                    "ms per token, p99": _tpot(finals, "p99"),
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def _setting(settings: str) -> str:
+    """The draft length or cost ratio of a line's best cell."""
+    scheduler = (yaml.safe_load(settings) or {}).get("scheduler", {}) if settings else {}
+    return str(scheduler.get("gamma") or scheduler.get("cost_ratio") or "-")
+
+
+def _tpot(finals: list[dict[str, Any]], share: str) -> float | None:
+    values = [entry["tpot_ms"][share] for entry in finals if "tpot_ms" in entry]
+    return statistics.median(values) if values else None
 
 
 def contexts(result: Result) -> pd.DataFrame:
@@ -126,6 +186,9 @@ def kind_of(result: Any) -> str | None:
         return "demo"
     if "cases" in result or "timed" in result:
         return "speed_up"
+    # Earlier results of the kind hold other figures.
+    if any("waves" in result.get(phase, ()) for phase in PHASES):
+        return "gpu_ablation"
     cells = result.get("results")
     if isinstance(cells, list) and cells and "accepted_share" in cells[0]:
         return "ablation"
@@ -140,6 +203,7 @@ def kind_of(result: Any) -> str | None:
 READERS: dict[str, Callable[[Result], pd.DataFrame]] = {
     "speed_up": speed_up,
     "ablation": ablation,
+    "gpu_ablation": gpu_ablation,
     "contexts": contexts,
     "demo": demo,
     "replay": replay,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 from numba import njit
 
-from aspire_sglang.attention.simd import add, div, exp2, minimum, mul, splat, sub
+from aspire_sglang.attention.simd import LOG2E, add, div, exp2, minimum, mul, splat, sub
 
-_LOG2E = math.log2(math.e)
 #: Types of a KV pool, by number.
 KV_TYPES = ("float32", "bfloat16", "float16")
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
@@ -84,7 +82,7 @@ _compiled = njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cf
 @_compiled
 def cap_score(score, cap):
     """``cap * tanh(score / cap)``, from ``tanh(x) = 1 - 2 / (e^2x + 1)``."""
-    double = mul(score, splat(np.float32(2 * _LOG2E) / cap))
+    double = mul(score, splat(np.float32(2 * LOG2E) / cap))
     # Beyond 2^126 the result is the cap itself, and exp2 ends.
     power = exp2(minimum(double, splat(np.float32(126))))
     one = splat(np.float32(1))
@@ -94,5 +92,5 @@ def cap_score(score, cap):
 
 def write_scales(jobs: np.ndarray, scaling: Sequence[float], caps: Sequence[float]) -> None:
     """Write the factor of the scores, and their cap, 0 for none, of ``JOB`` records."""
-    jobs["scale"] = np.multiply(scaling, _LOG2E)
-    jobs["cap"] = np.multiply(caps, _LOG2E)
+    jobs["scale"] = np.multiply(scaling, LOG2E)
+    jobs["cap"] = np.multiply(caps, LOG2E)

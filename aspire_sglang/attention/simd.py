@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,8 @@ from numba.extending import intrinsic, models, register_model
 
 #: float32 values per vector, the width of the machine's registers where it has AVX-512.
 LANES = 16 if llvm.get_host_cpu_features().get("avx512f") else 8
+#: Exponentials are powers of two here.
+LOG2E = math.log2(math.e)
 #: Score of a key that a query may not see; finite, so that no difference of scores is NaN.
 HIDDEN = -1e30
 

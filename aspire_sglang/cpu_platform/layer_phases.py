@@ -6,8 +6,6 @@ the address of a ``LAYER``.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numba import carray, njit
 
@@ -15,6 +13,7 @@ from aspire_sglang.attention import cpu_job
 from aspire_sglang.attention.program import work
 from aspire_sglang.attention.simd import (
     LANES,
+    LOG2E,
     add,
     div,
     exp2,
@@ -29,7 +28,6 @@ from aspire_sglang.attention.simd import (
     sub,
 )
 
-_LOG2E = math.log2(math.e)
 #: A layer of one forward. Matrices are float32, contiguous, a row per token.
 LAYER = np.dtype(
     [
@@ -130,6 +128,6 @@ def gate_row(argument, row, thread):
     for i in range(0, job.inner, LANES):
         value = load(gate, i)
         # Beyond 2^126 the result is 0, and exp2 ends.
-        power = exp2(minimum(mul(value, splat(np.float32(-_LOG2E))), limit))
+        power = exp2(minimum(mul(value, splat(np.float32(-LOG2E))), limit))
         gated = div(value, add(one, power))
         store(job.gated, row * job.inner + i, mul(gated, load(gate, job.inner + i)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from numba import carray
@@ -12,6 +10,7 @@ from torch import Tensor
 from aspire_sglang.attention.program import Program, work
 from aspire_sglang.attention.simd import (
     LANES,
+    LOG2E,
     add,
     exp2,
     first_lane,
@@ -28,7 +27,6 @@ from aspire_sglang.attention.simd import (
     sub,
 )
 
-_LOG2E = math.log2(math.e)
 _CALL = np.dtype(
     [
         ("logits", np.int64),  # address of float32 [rows, width]
@@ -54,7 +52,7 @@ def _best_of_row(argument, row, thread):
     token = 0
     while token < width - 1 and get(logits, token) != top:
         token += 1
-    shift, scale, total = splat(top), splat(np.float32(_LOG2E)), splat(np.float32(0))
+    shift, scale, total = splat(top), splat(np.float32(LOG2E)), splat(np.float32(0))
     for i in range(0, whole, LANES):
         total = add(total, exp2(mul(sub(load(logits, i), shift), scale)))
     mass = lane_sum(total)

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 pytest.importorskip("sglang.srt.speculative.base_spec_worker")
 
@@ -31,11 +28,11 @@ from aspire_sglang.speculation.cost_model import StepShape
 from aspire_sglang.speculation.plain_speed import PlainSpeed
 from tests.kernels import test_gpu_worker
 from tests.kernels.step_model import lay_out
+from tests.two_ranks import SIZE, on_two_ranks
 
 # Two more processes that import SGLang and Triton take over a minute on two cores.
 pytestmark = pytest.mark.slow
 
-SIZE = 2
 KV_HEADS, GROUP, DIM, WIDTH, PAGE = 2, 2, 64, 320, 16
 REDUCTIONS = ("max", "mean", "sum")
 
@@ -239,12 +236,8 @@ def filtered(ranks: Ranks) -> list[int]:
     return view.next_tokens[: step.num_tokens].tolist()
 
 
-def run_rank(rank: int, port: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE
-    )
-    ranks = Ranks(dist.group.WORLD)
+def observe(ranks: Ranks) -> dict[str, Any]:
+    rank = ranks.rank
     seen: dict[str, Any] = {
         f"lists {reduction}": page_lists(ranks, reduction, rank, SIZE) for reduction in REDUCTIONS
     }
@@ -256,23 +249,16 @@ def run_rank(rank: int, port: int, results: Any) -> None:
     seen["filtered"] = filtered(ranks)
     with pytest.MonkeyPatch.context() as patch:
         seen["served"] = serve(ranks, patch)
-    results[rank] = seen
-    dist.destroy_process_group()
+    return seen
 
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Any]]:
     """What each of two ranks saw."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         assert os.environ["TRITON_INTERPRET"] == "1"
-        with mp.get_context("spawn").Manager() as manager:
-            results = manager.dict()
-            mp.spawn(run_rank, args=(port, results), nprocs=SIZE)
-            return [results[rank] for rank in range(SIZE)]
+        return on_two_ranks(observe)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

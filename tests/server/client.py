@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -26,6 +28,13 @@ class Client:
         """Judge the next test by its own answers and its own part of the log."""
         self.answers.clear()
         self.log_start = len(self.server.log.read_text(errors="replace"))
+
+    @contextmanager
+    def judged(self) -> Iterator[Self]:
+        """For one test, after which the invariants must hold."""
+        self.begin_test()
+        yield self
+        self.assert_invariants()
 
     def __post_init__(self) -> None:
         self.http = httpx.Client(

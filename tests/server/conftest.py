@@ -142,11 +142,9 @@ def plain(servers: tuple[Client, Aspire]) -> Client:
 @pytest.fixture
 def aspire(servers: tuple[Client, Aspire]) -> Iterator[Aspire]:
     """The speculating server with default settings; checks the invariants afterwards."""
-    client = servers[1]
-    client.begin_test()
-    client.configure()
-    yield client
-    client.assert_invariants()
+    with servers[1].judged() as client:
+        client.configure()
+        yield client
 
 
 @pytest.fixture(scope="session")
@@ -170,9 +168,8 @@ def small_server(small_model: Path, logs: Path) -> Iterator[Aspire]:
 
 @pytest.fixture
 def small(small_server: Aspire) -> Iterator[Aspire]:
-    small_server.begin_test()
-    yield small_server
-    small_server.assert_invariants()
+    with small_server.judged() as client:
+        yield client
 
 
 def speculated(answers: dict[str, Any] | list[dict[str, Any]]) -> None:

@@ -62,10 +62,9 @@ def many_flags(tiny_model: Path, logs: Path, tokenizer: Any) -> Iterator[Aspire]
 
 @pytest.fixture
 def flagged(many_flags: Aspire) -> Iterator[Aspire]:
-    many_flags.begin_test()
-    many_flags.configure(DRAFTING, FULL)
-    yield many_flags
-    many_flags.assert_invariants()
+    with many_flags.judged() as client:
+        client.configure(DRAFTING, FULL)
+        yield client
 
 
 def streamed_ids(client: Aspire, body: dict[str, Any]) -> list[list[int]]:

@@ -106,9 +106,8 @@ def pair(
 
 @pytest.fixture
 def ours(pair: tuple[Client, Aspire, dict[str, Any]]) -> Iterator[Aspire]:
-    pair[1].begin_test()
-    yield pair[1]
-    pair[1].assert_invariants()
+    with pair[1].judged() as client:
+        yield client
 
 
 def case(name: str) -> dict[str, Any]:

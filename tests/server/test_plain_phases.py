@@ -57,10 +57,9 @@ def server(request: Any, model: Path, logs: Path, tokenizer: Any) -> Iterator[As
 
 @pytest.fixture
 def phases(server: Aspire) -> Iterator[Aspire]:
-    server.begin_test()
-    server.configure(FIXED)
-    yield server
-    server.assert_invariants()
+    with server.judged() as client:
+        client.configure(FIXED)
+        yield client
 
 
 def test_texts_are_those_of_plain_decoding(plain, phases):

@@ -40,9 +40,8 @@ def server(model: Path, logs: Path, tokenizer: Any) -> Iterator[Aspire]:
 
 @pytest.fixture
 def tight(server: Aspire) -> Iterator[Aspire]:
-    server.begin_test()
-    yield server
-    server.assert_invariants()
+    with server.judged() as client:
+        yield client
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import pytest
 
 from aspire_sglang.config import parse_config
 from bench import gpu_ablation
-from bench.gpu_ablation import ADAPTIVE, PRIOR, errors_by_bucket, percentile, rows, summary
+from bench.cost_errors import errors_by_bucket, percentile
+from bench.gpu_ablation import ADAPTIVE, PRIOR, rows, summary
 from bench.gpu_texts import mixed_lengths, shared_tokens, sums
 from bench.gpu_variants import CONTEXTS, VARIANTS
 

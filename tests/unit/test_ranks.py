@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from aspire_sglang.attention.cpu_mixed import CpuMixedAttention
 from aspire_sglang.attention.rows import ForwardRows
@@ -24,8 +22,8 @@ from aspire_sglang.runtime.rank_check import RankCheck, RanksDisagree
 from aspire_sglang.runtime.ranks import Ranks
 from aspire_sglang.runtime.sampler import Accepted
 from aspire_sglang.speculation.acceptance import make_estimator
+from tests.two_ranks import SIZE, on_two_ranks
 
-SIZE = 2
 HEADS, KV_HEADS, DIM, LENGTH = 8, 4, 16, 300
 REDUCTIONS = ("max", "mean", "sum")
 
@@ -162,25 +160,10 @@ def observe(ranks: Ranks) -> dict[str, Any]:
     return seen
 
 
-def run_rank(rank: int, port: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE
-    )
-    results[rank] = observe(Ranks(dist.group.WORLD))
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Any]]:
     """What each of two ranks saw."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with mp.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        mp.spawn(run_rank, args=(port, results), nprocs=SIZE)
-        return [results[rank] for rank in range(SIZE)]
+    return on_two_ranks(observe)
 
 
 def test_numbers_are_shared(seen):

@@ -22,6 +22,8 @@ def read(name: str):
         ("h200-engine.json", "speed_up"),
         ("cpu-ablation.json", "ablation"),
         ("cpu-demo.json", "demo"),
+        ("h200-schedules.json", "gpu_ablation"),
+        ("h200-ablation.json", None),
         ("h200-contexts.json", "contexts"),
         ("h200-kernels.json", None),
     ],
@@ -55,6 +57,21 @@ def test_an_ablation_shows_the_best_cell_of_a_sweep():
     ]
     frame = READERS["ablation"]({"results": cells}).set_index("schedule and context")
     assert frame.loc["a", ["gamma", "tokens/s", "ratio"]].tolist() == ["8", 15.0, 1.5]
+
+
+def test_a_gpu_ablation_compares_with_stock_by_the_clock():
+    frame = READERS["gpu_ablation"](read("h200-schedules.json"))
+    keys = ["requests", "sampling", "context and schedule"]
+    lines = frame.set_index(keys).loc[("all at once", "temperature 0.7")]
+    assert lines.loc["stock", "ratio"] == 1.0
+    rule, stock = lines.loc["refresh, the paper's rule"], lines.loc["stock"]
+    assert rule["ratio"] == rule["tokens/s"] / stock["tokens/s"]
+    assert rule["lowest"] <= rule["tokens/s"] <= rule["highest"]
+    assert lines.loc["refresh, staggered", "setting"] == "3"
+    assert lines.loc["refresh, constant cost", "setting"] == "0.4"
+    assert rule["ms per token, p50"] < rule["ms per token, p99"]
+    waves = frame.set_index(keys).loc[("one after another", "temperature 0.0")]
+    assert set(waves.index) >= {"stock", "refresh, the paper's rule"}
 
 
 def test_a_report_holds_every_result_and_its_pictures(tmp_path, capsys):
