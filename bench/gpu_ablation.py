@@ -17,7 +17,8 @@ the *finals*. ``DIR/ablation.json`` holds all rounds, after each of them:
 * ``tokens_per_s``: tokens of the round over its wall clock, prefill from the cache and the last
   requests that run alone included;
 * ``tokens_per_s_of_device_time``: the same tokens over the time of the decode steps by device
-  events. Where the host's thread is slower than the device, only this tells schedules apart;
+  events, of plain steps by the host's clock. Where the host's thread is slower than the device,
+  only this tells schedules apart;
 * ``steady_tokens_per_s``: median of what the server logged while all requests ran;
 * ``tpot_ms``: a request's latency over its tokens, 50th and 99th percentile;
 * ``accept_length``, ``discarded_drafts``, ``mixed_fraction`` of the steps, verifies by draft

@@ -3,8 +3,8 @@
 Where all requests of a round start together, its end belongs to the slowest of them, which decode
 among few others, and schedules are judged by how much of that they cause. A server that is busy all
 the time shows more: here more requests are given at once than run, the first of them with outputs
-of any length up to the whole, as if they were met in their midst, and only steps with (nearly) all
-slots taken count.
+of any length up to the whole, as if they were met in their midst, and only the time counts in which
+(nearly) all slots are taken.
 """
 
 from __future__ import annotations

@@ -88,7 +88,10 @@ def gpu_ablation(result: Result) -> pd.DataFrame:
                 values = [entry[key] for entry in finals if entry.get(key)]
                 return statistics.median(values) if values else None
 
-            rates = [entry["tokens_per_s"] for entry in finals]
+            # A round of waves that was never full has none.
+            rates = [entry["tokens_per_s"] for entry in finals if entry["tokens_per_s"]]
+            if not rates:
+                continue
             rows.append(
                 {
                     "requests": how,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ BURST_SECONDS = 9e-3
 BURST_STEPS = 4
 """Most steps of a burst: tokens and new requests wait for its end."""
 
+STALL = 10.0
+"""A burst that seems to take so many times what the device takes tells of something else: a pause
+of the server, an update of the weights."""
+
 
 def longest_burst(most_drafts: int) -> int:
     """Most steps of a burst where a request may hold so many drafts.
@@ -37,8 +42,33 @@ def longest_burst(most_drafts: int) -> int:
     return min(BURST_STEPS, (2 * (most_drafts + 1) - most_drafts) // 2)
 
 
+@dataclass
+class Burst:
+    """Steps that are launched for one round.
+
+    Attributes:
+        rows: requests of the batch.
+        plain_seconds: what a plain step of them takes, as far as is known.
+        stretch: number of the stretch of bursts, with nothing else in between, that it belongs to.
+        settled: requests that began to draft together have verified since.
+        steps: launched so far.
+        predicted: their time on the device, in seconds.
+        tokens: committed by those whose results came.
+        reported: how many those are.
+    """
+
+    rows: int
+    plain_seconds: float
+    stretch: int
+    settled: bool
+    steps: int = 0
+    predicted: float = 0.0
+    tokens: int = 0
+    reported: int = 0
+
+
 def next_of_burst(
-    worker: Any, running: Running, burst: list[Launched], ended: set[int]
+    worker: Any, running: Running, burst: Burst, last: Launched, ended: set[int]
 ) -> tuple[Running, HostStep, list[int]] | None:
     """Another step to launch before SGLang sees the result of those before, None for none.
 
@@ -46,19 +76,19 @@ def next_of_burst(
         worker: the ``GpuWorker``.
         running: what the last step was decided on.
         burst: the steps launched so far.
+        last: the last of them.
         ended: batch rows that may have got their last token in this burst; those of its last step
             are added. They sit out the rest.
 
     Returns:
         (the running requests as they may be, what was decided on, KV tokens of a draft row each).
     """
-    feedback, host = burst[-1].feedback, burst[-1].staged.host
+    feedback, host = last.feedback, last.staged.host
     if worker.mixed_graphs is None or not feedback.graph:
         return None
-    if len(burst) >= longest_burst(worker.speculative_num_steps):
+    if burst.steps >= longest_burst(worker.speculative_num_steps):
         return None
-    model = worker.cost.model
-    if sum(model.predict(step.feedback.shape) for step in burst) >= BURST_SECONDS:
+    if burst.predicted >= BURST_SECONDS:
         return None
     if len(feedback.verified) == len(host.order):
         # Nobody drafts, so perhaps a phase of plain steps begins.
@@ -93,8 +123,8 @@ def lengths_after(launched: Launched, seq_lens: torch.Tensor) -> torch.Tensor:
 class BurstClock:
     """Tells the online scheduler what drafting commits per second of the clock.
 
-    Attributes:
-        committed: tokens of the results that came since the last round.
+    The time of a burst is that between its result and the one before, which is known to be its own
+    only where nothing else was launched in between.
 
     Args:
         worker: the ``GpuWorker``.
@@ -102,29 +132,50 @@ class BurstClock:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self._last = 0.0
-        self.committed = 0
+        self._stretch = 0
+        self._since_plain = 0
+        self._last = -1, 0.0
 
-    def round(self, running: Running, settled: bool) -> None:
-        """A burst is about to be launched.
+    def interrupt(self, plain: bool) -> None:
+        """Something else is launched: plain steps, or a prefill."""
+        self._stretch += 1
+        if plain:
+            self._since_plain = 0
 
-        With overlap scheduling the tokens since the last one are those of the burst before it; over
-        many rounds that makes no difference.
-
-        Args:
-            settled: nothing but steps in which somebody drafts ran since the last round.
-        """
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        tokens, self.committed = self.committed, 0
+    def begin(self, running: Running) -> Burst:
+        """A burst is about to be launched."""
         worker, rows = self._worker, len(running.slots)
+        predicted = worker.cost.model.predict(running.plain_shape())
+        plain = worker.cost.plain_speed.seconds(rows, predicted)
+        # Behind plain steps nobody holds drafts, so the first verifies of all come late.
+        settled = self._since_plain >= 2 * worker.speculative_num_draft_tokens
+        return Burst(rows, plain, self._stretch, settled)
+
+    def launched(self, burst: Burst, predicted: float) -> None:
+        """A step of the burst was launched that takes the device so many seconds."""
+        self._since_plain += 1
+        burst.steps += 1
+        burst.predicted += predicted
+
+    def reported(self, burst: Burst, tokens: int) -> None:
+        """The result of one of its steps came; the last one ends the burst."""
+        burst.tokens += tokens
+        burst.reported += 1
+        if burst.reported < burst.steps:
+            return
+        now = time.perf_counter()
+        (stretch, before), self._last = self._last, (burst.stretch, now)
+        worker = self._worker
         check = worker.modes.clock_check
-        if not settled or check is None or check.rest or not worker.may_decode_plainly(rows):
+        if stretch != burst.stretch or not burst.settled or check is None or check.rest:
+            return
+        if not worker.may_decode_plainly(burst.rows):
             return
         # All ranks ask or none.
-        seconds = worker.ranks.first_number(seconds)
-        predicted = worker.cost.model.predict(running.plain_shape())
-        check.observe(tokens, seconds, rows, worker.cost.plain_speed.seconds(rows, predicted))
+        seconds = worker.ranks.first_number(now - before)
+        if not 0.0 < seconds <= STALL * burst.predicted:
+            return
+        check.observe(burst.tokens, seconds, burst.steps, burst.rows, burst.plain_seconds)
         if check.rest:
             logger.info(
                 "ASPIRE: by the clock drafting is slower than plain decoding here; "

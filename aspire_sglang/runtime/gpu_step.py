@@ -38,11 +38,13 @@ class Staged:
 class Feedback:
     """What to learn from a step once its accept lengths are known.
 
-    ``verified``: per verify row its state, request and drafts. ``started`` and ``ended``: events
-    around the step on the device. ``typical``: mixed steps went before.
+    ``burst``: that the step belongs to. ``verified``: per verify row its state, request and drafts.
+    ``started`` and ``ended``: events around the step on the device. ``typical``: mixed steps went
+    before.
     """
 
     worker: Any
+    burst: Any
     shape: StepShape
     num_drafts: int
     verified: list[tuple[SlotState, Any, int]]
@@ -66,7 +68,7 @@ class Feedback:
             # With overlap a request may have ended in the step before, unknown at launch.
             if counts and not req.finished():
                 worker.telemetry.verified(req.rid, drafts, length - 1)
-        worker.clock.committed += sum(accept_lens)
+        worker.clock.reported(self.burst, sum(accept_lens))
         seconds = self.started.elapsed_time(self.ended) / 1e3
         if self.typical:
             agree = worker.ranks.first_number

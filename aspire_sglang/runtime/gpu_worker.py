@@ -30,7 +30,7 @@ from aspire_sglang.kernels.step_layout import lay_out_step
 from aspire_sglang.runtime.device_sampler import DeviceSampler, RequestSampling, choose_tokens
 from aspire_sglang.runtime.device_state import DeviceState
 from aspire_sglang.runtime.draft_state import SlotState
-from aspire_sglang.runtime.gpu_burst import BurstClock, lengths_after, next_of_burst
+from aspire_sglang.runtime.gpu_burst import Burst, BurstClock, lengths_after, next_of_burst
 from aspire_sglang.runtime.gpu_graphs import MixedGraphs, PlainGraphs, TierLayout, tier_of
 from aspire_sglang.runtime.gpu_profile import device_step
 from aspire_sglang.runtime.gpu_step import Feedback, Joined, Launched, Staged, shape_of
@@ -53,7 +53,7 @@ class GpuWorker(AspireWorker):
 
     Attributes:
         mixed_graphs: graphs of mixed steps that are replayed at once, None where SGLang replays.
-        clock: told of results and rounds.
+        clock: told of bursts and their results.
     """
 
     plain_for_parameters = True
@@ -138,6 +138,7 @@ class GpuWorker(AspireWorker):
 
     def _plain_forward(self, batch: Any) -> GenerationBatchResult:
         self._in_row = 0
+        self.clock.interrupt(plain=True)
         graphs = self._plain_graphs
         # Without graphs, or a batch that they do not hold, steps that requests ask for run eagerly.
         with graphs.in_use() if graphs else nullcontext():
@@ -145,6 +146,7 @@ class GpuWorker(AspireWorker):
 
     def _prefill(self, batch: Any) -> GenerationBatchResult:
         self._in_row = 0
+        self.clock.interrupt(plain=False)
         result = super()._prefill(batch)
         self.device_state.bonus[batch.req_pool_indices] = result.next_token_ids.long()
         for req in batch.reqs:
@@ -186,17 +188,16 @@ class GpuWorker(AspireWorker):
         known = asked is not None and asked[0] is batch.reqs
         running = asked[1] if asked is not None and known else self.running(batch)
         verify, draft_kv = self.modes.decide(*running)
-        self.clock.round(running, settled=self._in_row > UNSETTLED_STEPS)
         step, seq_lens = self.host_step(running, verify), batch.seq_lens
-        burst = [self._launch(batch, running, step, draft_kv, seq_lens)]
-        ended: set[int] = set()
-        while (more := next_of_burst(self, running, burst, ended)) is not None:
-            seq_lens = lengths_after(burst[-1], seq_lens)
+        burst, ended = self.clock.begin(running), set[int]()
+        launched = [self._launch(batch, running, step, draft_kv, seq_lens, burst)]
+        while (more := next_of_burst(self, running, burst, launched[-1], ended)) is not None:
+            seq_lens = lengths_after(launched[-1], seq_lens)
             running = more[0]
-            burst.append(self._launch(batch, *more, seq_lens))
-        if len(burst) == 1:
-            return self._result(batch, burst, None)
-        return self._result(batch, burst, lengths_after(burst[-1], seq_lens))
+            launched.append(self._launch(batch, *more, seq_lens, burst))
+        if len(launched) == 1:
+            return self._result(batch, launched, None)
+        return self._result(batch, launched, lengths_after(launched[-1], seq_lens))
 
     def host_step(
         self, running: Running, verify: list[bool], left_out: Sequence[int] = ()
@@ -213,6 +214,7 @@ class GpuWorker(AspireWorker):
         step: HostStep,
         draft_kv: Sequence[int],
         seq_lens: torch.Tensor,
+        burst: Burst,
     ) -> Launched:
         """Launch one step and move the states of its rows on.
 
@@ -220,6 +222,7 @@ class GpuWorker(AspireWorker):
             step: what was decided for ``running``.
             draft_kv: per request, tokens that a draft row reads.
             seq_lens: ``[bs]`` int64 on the device, tokens with final KV.
+            burst: what it belongs to.
         """
         staged = self.stage(step, seq_lens)
         context = self.model_runner.attn_backend.context
@@ -252,8 +255,10 @@ class GpuWorker(AspireWorker):
         for row in step.draft_rows:
             running.states[row].pending += 1
             running.states[row].age += 1
+        self.clock.launched(burst, self.cost.model.predict(shape))
         feedback = Feedback(
             self,
+            burst,
             shape,
             step.num_drafts,
             verified,

@@ -109,8 +109,9 @@ def _counted(parts: list[Verified], reqs: list[Any], result: Any) -> list[list[b
         return [[True] * len(parts[0].rows)]
     stride, lens = result.speculative_num_draft_tokens, result.accept_lens.tolist()
     tokens = result.next_token_ids.tolist()
-    # Steps that a request has behind its first one in this result.
+    # Steps that a request has behind the one looked at.
     further = Counter(row for part in parts for row in part.rows)
+    runs: dict[int, list[int]] = {}
     ended: set[int] = set()
     counted, place = [], 0
     for rows, _ in parts:
@@ -118,18 +119,31 @@ def _counted(parts: list[Verified], reqs: list[Any], result: Any) -> list[list[b
         for row in rows:
             further[row] -= 1
             run = tokens[place * stride : place * stride + lens[place]]
-            if further[row] and row not in ended and _ends(reqs[row], run):
-                ended.add(row)
+            if further[row] and row not in ended:
+                before = runs.setdefault(row, [])
+                if _ends(reqs[row], before, run):
+                    ended.add(row)
+                before += run
             place += 1
     return counted
 
 
-def _ends(req: Any, run: list[int]) -> bool:
-    """Whether one of these tokens is the request's last one, by SGLang's own rule."""
-    known = req.finished_reason, req.finished_len
-    ended = bool(req._check_token_based_finish(run))
-    req.finished_reason, req.finished_len = known
-    return ended
+def _ends(req: Any, before: list[int], run: list[int]) -> bool:
+    """Whether a request ends within ``run``, by SGLang's own rules for strings and tokens.
+
+    SGLang is asked about one verify at a time, as strings are looked for in the order of the
+    request, not of the text. Nothing of the request is changed.
+
+    Args:
+        before: tokens of the same result that go before.
+    """
+    known, count = (req.finished_reason, req.finished_len), len(req.output_ids)
+    req.output_ids += before + run
+    try:
+        return bool(req._check_str_based_finish(len(run)) or req._check_token_based_finish(run))
+    finally:
+        del req.output_ids[count:]
+        req.finished_reason, req.finished_len = known
 
 
 def _rows_of(result: Any, places: list[int]) -> Any:

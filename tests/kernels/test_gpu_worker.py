@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from aspire_sglang.runtime import gpu_burst, gpu_profile, gpu_worker, plain_requ
 from aspire_sglang.runtime import plain_steps as plain_steps_module
 from aspire_sglang.runtime.plain_steps import PLAIN_PHASE
 from aspire_sglang.runtime.results import VERIFIED, join_runs, process_verified_rows
+from aspire_sglang.speculation import clock_check
 
 VOCAB, GAMMA, WIDTH = 50, 4, 128
 
@@ -69,7 +71,9 @@ class Target:
                     batch.req_pool_indices, batch.seq_lens - 1
                 ]
                 assert batch.out_cache_loc.tolist() == places.tolist()
-            return SimpleNamespace(next_token_ids=tokens.int(), can_run_cuda_graph=True)
+            return SimpleNamespace(
+                next_token_ids=tokens.int(), can_run_cuda_graph=True, delay_sample_func=None
+            )
         self.seen.append(forward_batch)
         ids = forward_batch.input_ids
         output = SimpleNamespace(
@@ -165,6 +169,7 @@ class Batch:
                 finished_reason=None,
                 finished_len=None,
                 _check_token_based_finish=lambda run: self.end in run,
+                _check_str_based_finish=lambda count: False,
                 sampling_params=SimpleNamespace(
                     max_new_tokens=new_tokens,
                     top_k=1,
@@ -391,13 +396,9 @@ def test_drafting_that_loses_by_the_clock_gives_way_to_plain_steps(monkeypatch, 
     monkeypatch.setattr(
         made.modes._policy.__class__, "plan", lambda *given, **_: [3] * len(given[1])
     )
-    now = [0.0]
-
-    def clock() -> float:
-        now[0] += 1.0 if slow else 1e-6
-        return now[0]
-
-    monkeypatch.setattr(gpu_burst, "time", SimpleNamespace(perf_counter=clock))
+    now = itertools.count(0.0, 0.1 if slow else 1e-6)
+    monkeypatch.setattr(gpu_burst, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr(clock_check, "WINDOW_STEPS", 12)
     batch = Batch([10, 20, 30], new_tokens=60)
     start(made, batch)
     for _ in range(24):

@@ -4,6 +4,7 @@ with Triton's interpreter and its share of the heads."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +20,13 @@ from aspire_sglang.attention.step_buffers import HostStep, StepBuffers
 from aspire_sglang.attention.triton_mixed import TritonMixedAttention
 from aspire_sglang.context.selection import SelectionConfig
 from aspire_sglang.context.sparse import RefreshConfig, SparseContext
+from aspire_sglang.runtime import gpu_burst
 from aspire_sglang.runtime import plain_steps as plain_steps_module
 from aspire_sglang.runtime.device_sampler import DeviceSampler
 from aspire_sglang.runtime.device_state import DeviceState
 from aspire_sglang.runtime.rank_check import RankCheck, RanksDisagree
 from aspire_sglang.runtime.ranks import Ranks
+from aspire_sglang.speculation.clock_check import WINDOW_STEPS, ClockCheck
 from aspire_sglang.speculation.cost_model import StepShape
 from aspire_sglang.speculation.plain_speed import PlainSpeed
 from tests.kernels import test_gpu_worker
@@ -128,7 +131,6 @@ def serve(ranks: Ranks, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     patch.setenv("ASPIRE_CHECK_RANKS", "1")
     made = test_gpu_worker.make(patch, [5, 10, 15])
     patch.setattr(test_gpu_worker.Event, "elapsed_time", lambda self, other: 9.0 + 2.0 * ranks.rank)
-    made.plain.attach(test_gpu_worker.Relay(made))
     made._plain_graphs = SimpleNamespace(places=lambda rows: 4, in_use=contextlib.nullcontext)
     lengths = iter([0, 9, 0, 0, 8] + 40 * [0])
     made.modes.plain_steps = lambda slots, lens, states, caps: (
@@ -159,6 +161,7 @@ def serve(ranks: Ranks, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     predicted = made.cost.model.predict(shape)
     made.note_plain_phase(9, shape, (0.5 + 0.3 * ranks.rank) * predicted)
     return {
+        "rest": rest_by_the_clock(made, ranks, batch, patch),
         "checked": made.rank_check.steps,
         "steps": steps,
         "tokens": [req.output_ids for req in batch.reqs],
@@ -168,6 +171,25 @@ def serve(ranks: Ranks, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         "plain_steps": totals["plain_graph_steps"],
         "described": made.telemetry.snapshot()["ranks"],
     }
+
+
+def rest_by_the_clock(made: Any, ranks: Ranks, batch: Any, patch: pytest.MonkeyPatch) -> int:
+    """Drafting wins by the first rank's clock; by the second's, which runs faster, it loses."""
+    now = itertools.count(0.0, 0.3 * 10**ranks.rank)
+    patch.setattr(gpu_burst, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    made.modes.clock_check = check = ClockCheck()
+    running = made.running(batch)
+    predicted = made.cost.model.predict(running.plain_shape())
+    plain = made.cost.plain_speed.seconds(len(batch.reqs), predicted)
+    made.clock.interrupt(plain=True)
+    # The first burst is behind plain steps and does not count.
+    for tokens in (0, round(1.5 * len(batch.reqs) * 0.3 / plain)):
+        burst = made.clock.begin(running)
+        for _ in range(WINDOW_STEPS):
+            made.clock.launched(burst, 1e-2)
+        for step in range(WINDOW_STEPS):
+            made.clock.reported(burst, tokens if step == 0 else 0)
+    return check.rest
 
 
 def disagreements(ranks: Ranks) -> list[str]:
@@ -286,6 +308,7 @@ def test_ranks_with_different_clocks_go_on_alike(seen):
         assert served["observed"]
         assert served["plain_steps"] == 17
         assert served["plain_ratio"] == pytest.approx(0.5)
+        assert served["rest"] == 0
     for what in ("tokens", "coefficients"):
         assert first[what] == second[what]
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from aspire_sglang.speculation.clock_check import LONGEST_REST, WINDOW_SECONDS, ClockCheck
+from aspire_sglang.speculation.clock_check import (
+    LONGEST_REST,
+    WINDOW_SECONDS,
+    WINDOW_STEPS,
+    ClockCheck,
+)
 from aspire_sglang.speculation.rows import PLAIN_PHASE
 
 
@@ -12,7 +17,7 @@ def stretch(check: ClockCheck, gain: float) -> None:
     """Steps of eight requests that commit ``gain`` times what plain steps of 2 ms would."""
     for _ in range(10):
         seconds = WINDOW_SECONDS / 9.5
-        check.observe(round(gain * 8 * seconds / 2e-3), seconds, 8, 2e-3)
+        check.observe(round(gain * 8 * seconds / 2e-3), seconds, WINDOW_STEPS // 9, 8, 2e-3)
 
 
 def test_drafting_goes_on_where_it_wins_or_is_as_fast():
@@ -24,10 +29,13 @@ def test_drafting_goes_on_where_it_wins_or_is_as_fast():
 
 def test_a_short_stretch_says_nothing():
     check = ClockCheck()
-    check.observe(1, 0.9 * WINDOW_SECONDS, 8, 2e-3)
+    check.observe(1, 0.9 * WINDOW_SECONDS, WINDOW_STEPS, 8, 2e-3)
     assert check.rest == 0
-    check.observe(1, 0.2 * WINDOW_SECONDS, 8, 2e-3)
+    check.observe(1, 0.2 * WINDOW_SECONDS, 1, 8, 2e-3)
     assert check.rest == PLAIN_PHASE
+    check = ClockCheck()
+    check.observe(1, 9 * WINDOW_SECONDS, WINDOW_STEPS - 1, 8, 2e-3)
+    assert check.rest == 0
 
 
 def test_rests_become_longer_until_drafting_wins():
@@ -49,4 +57,4 @@ def test_rests_become_longer_until_drafting_wins():
 @pytest.mark.parametrize("times", [(0.0, 1.0), (1.0, 0.0)])
 def test_refuses_nonsense(times):
     with pytest.raises(ValueError, match="positive"):
-        ClockCheck().observe(1, times[0], 1, times[1])
+        ClockCheck().observe(1, times[0], 1, 1, times[1])

@@ -194,7 +194,7 @@ def test_nobody_drafts_while_drafting_rests():
     modes, states, slots, caps = phases(LONG_CONTEXTS, 0.95)
     lens = [8000] * len(states)
     check = modes.clock_check
-    check.observe(1, 1.0, len(states), 1e-3)
+    check.observe(1, 1.0, 1000, len(states), 1e-3)
     rest = check.rest
     assert rest > 1
     # One holds drafts still: it verifies them, and the others decode plainly beside it.
