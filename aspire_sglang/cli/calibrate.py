@@ -2,7 +2,8 @@
 
 One ASPIRE server runs all trials: the configuration is changed between rounds over the same
 prompts, which stay in the prefix cache. Greedy, at one draft length, so every candidate sees the
-same text and only its drafts differ.
+same text and only its drafts differ. Ways to choose the pages are timed last, with the default
+schedule.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import datetime
 import hashlib
 import json
 import statistics
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +31,24 @@ from aspire_sglang.cli.client import (
     reload_config,
 )
 from aspire_sglang.cli.server import Server
-from aspire_sglang.cli.trials import Candidate, Journal, Trial, promised_throughput, stages
+from aspire_sglang.cli.trials import (
+    Candidate,
+    Journal,
+    Trial,
+    promised_throughput,
+    selections,
+    stages,
+)
 from aspire_sglang.speculation.cost_model import CostModel
 
 #: A candidate replaces the best one only if it is better by this share: less is noise.
 _MARGIN = 0.01
+
+_RANK_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
+
+#: Timed rounds differ by a few percent.
+_TIMED_MARGIN = 0.03
+_TIMED_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -62,6 +78,11 @@ class Plan:
         """Mean tokens of a prompt."""
         return round(statistics.fmean(len(prompt) for prompt in self.prompts))
 
+    @property
+    def shared_only(self) -> bool:
+        """Whether the flags ask for several ranks, which need one list for all layers."""
+        return any(arg.split("=")[0] in _RANK_FLAGS for arg in self.server_args)
+
     def key(self) -> dict[str, Any]:
         """What the trials depend on."""
         texts = hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:16]
@@ -76,11 +97,19 @@ class Plan:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Outcome: the best candidate, every trial in order, and the server's cost model."""
+    """Outcome of a calibration.
+
+    Attributes:
+        best: the trial whose refresh layer, head reduction, page size and budget are kept.
+        trials: all in order, those that were timed last.
+        cost: the server's cost model.
+        fastest: the timed trial whose draft context is kept.
+    """
 
     best: Trial
     trials: list[Trial]
     cost: CostModel
+    fastest: Trial
 
 
 def calibrate(plan: Plan, work: Path, console: Console) -> Calibration:
@@ -131,8 +160,25 @@ def calibrate(plan: Plan, work: Path, console: Console) -> Calibration:
                     > _value(plan, cost, best, stage) * (1 + _MARGIN)
                 ):
                     best = trial
-    assert best is not None
-    return Calibration(best, trials, cost)
+        assert best is not None
+        timed: list[Trial] = []
+        for candidate in selections(best.candidate, plan.shared_only):
+            progress.update(task, description=f"timing: {candidate.selection}")
+            trial = journal.get(candidate, timed=True)
+            if trial is None:
+                trial = host.time(candidate)
+                journal.add(trial)
+            timed.append(trial)
+    return Calibration(best, trials + timed, cost, fastest_of(timed))
+
+
+def fastest_of(timed: Sequence[Trial]) -> Trial:
+    """The first one, unless another is faster beyond noise."""
+    fastest, least = timed[0], (timed[0].tokens_per_s or 0.0) * (1 + _TIMED_MARGIN)
+    for trial in timed[1:]:
+        if (trial.tokens_per_s or 0.0) > max(least, fastest.tokens_per_s or 0.0):
+            fastest = trial
+    return fastest
 
 
 def _value(plan: Plan, cost: CostModel, trial: Trial, stage: str) -> float:
@@ -163,9 +209,9 @@ class _Host:
         self._plan = plan
         stack.callback(self._server.stop)
 
-    def start(self, candidate: Candidate) -> None:
+    def start(self, candidate: Candidate, timed: bool = False) -> None:
         """Start the server with a candidate, and read the texts into its cache."""
-        _write(self._config, candidate, self._plan.gamma)
+        _write(self._config, candidate, self._plan.gamma, timed)
         self._server.start()
         self._server.wait_ready()
         continue_all(self._server.url, self._plan.prompts, 1, "warm")
@@ -189,17 +235,40 @@ class _Host:
         rate = draft_rate(lengths, plan.gamma)
         return Trial(stage, candidate, statistics.fmean(lengths), rate, len(lengths))
 
-    def _switch(self, candidate: Candidate) -> None:
-        _write(self._config, candidate, self._plan.gamma)
+    def time(self, candidate: Candidate) -> Trial:
+        """Continue all texts with a candidate and the default schedule; of several rounds the
+        fastest, as other work on the machine can only slow one down."""
+        plan, url = self._plan, self._server.url
+        self._switch(candidate, timed=True)
+        rates, summaries = [], []
+        for number in range(_TIMED_ROUNDS):
+            start = time.perf_counter()
+            label = f"timed-{candidate.selection}-{number}"
+            rids = continue_all(url, plan.prompts, plan.new_tokens, label)
+            seconds = time.perf_counter() - start
+            rates.append(len(rids) * plan.new_tokens / seconds)
+            kept = aspire_block(url)["requests"]
+            summaries += [kept[rid] for rid in rids]
+        drafts, accepted, verifies = (
+            sum(summary[name] for summary in summaries)
+            for name in ("draft_steps", "accepted_drafts", "verify_steps")
+        )
+        length = (accepted + verifies) / verifies
+        rate = accepted / drafts if drafts else 0.0
+        return Trial("draft context, timed", candidate, length, rate, verifies, max(rates))
+
+    def _switch(self, candidate: Candidate, timed: bool = False) -> None:
+        _write(self._config, candidate, self._plan.gamma, timed)
         if not reload_config(self._server.url):
             # On a GPU the lists' memory is sized at start.
             self._server.stop()
-            self.start(candidate)
+            self.start(candidate, timed)
 
 
-def _write(config: Path, candidate: Candidate, gamma: int) -> None:
+def _write(config: Path, candidate: Candidate, gamma: int, timed: bool) -> None:
+    """The settings of a trial: one draft length, or the default schedule where it is timed."""
     config.parent.mkdir(parents=True, exist_ok=True)
-    scheduler = {"policy": "fixed", "gamma": gamma}
+    scheduler: dict[str, Any] = {} if timed else {"policy": "fixed", "gamma": gamma}
     config.write_text(
         yaml.safe_dump(
             {"gamma_max": gamma, "context": candidate.settings(), "scheduler": scheduler}
@@ -217,6 +286,11 @@ def _short(candidate: Candidate) -> str:
 def written_config(plan: Plan, found: Calibration, provenance: dict[str, Any]) -> str:
     """The configuration file: settings, and in its comments where they come from."""
     best = found.best
+    timed = [
+        f"{trial.candidate.selection} {trial.tokens_per_s:.1f}"
+        for trial in found.trials
+        if trial.tokens_per_s is not None
+    ]
     today = datetime.date.today().isoformat()
     lines = [
         f"# {plan.model}, calibrated on {today} by `aspire calibrate`.",
@@ -224,6 +298,7 @@ def written_config(plan: Plan, found: Calibration, provenance: dict[str, Any]) -
         f"# {len(plan.prompts)} texts of {plan.context} tokens on average, greedy, {plan.gamma} "
         f"drafts per verify: accept length {best.accept_length:.2f}, rate {best.rate:.3f} "
         f"({best.verifies} verifies).",
+        "# tokens/s with the default schedule: " + ", ".join(timed) + ".",
     ]
-    settings = {"gamma_max": plan.gamma, "context": best.candidate.settings()}
+    settings = {"gamma_max": plan.gamma, "context": found.fastest.candidate.settings()}
     return "\n".join(lines) + "\n" + yaml.safe_dump(settings, sort_keys=False)

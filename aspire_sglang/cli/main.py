@@ -46,7 +46,8 @@ def calibrate(
         Path | None, typer.Option(help="Where trials are kept, to go on after a break.")
     ] = None,
 ) -> None:
-    """Find the refresh layer, head reduction, page size and budget for MODEL on this machine.
+    """Find the refresh layer, head reduction, page size, budget and draft context for MODEL on this
+    machine.
 
     What follows -- goes to the server as it is:
 
@@ -82,9 +83,8 @@ def calibrate(
     out.write_text(written_config(plan, found, provenance))
     picture = out.with_suffix(".png")
     title = f"{name}, aspire-sglang {_version()}"
-    plot_trials(
-        found.trials, found.best, lambda trial: promise(plan, found.cost, trial), picture, title
-    )
+    tried = [trial for trial in found.trials if trial.tokens_per_s is None]
+    plot_trials(tried, found.best, lambda trial: promise(plan, found.cost, trial), picture, title)
     console.print(f"wrote {out} and {picture}; use it with --aspire-config {out}")
 
 
@@ -97,21 +97,25 @@ def _trials_table(found: Calibration, promise: Callable[[Trial], float]) -> Tabl
         "reduction",
         "page",
         "tokens",
+        "context",
         "accept length",
-        "promised",
+        "tok/s",
     ):
         table.add_column(title, justify="right")
     for trial in found.trials:
         tried = trial.candidate
         table.add_row(
-            "*" if trial == found.best else "",
+            "*" if trial in (found.best, found.fastest) else "",
             trial.stage,
             str(tried.refresh_layer),
             tried.reduction,
             str(tried.page_size),
             str(tried.tokens),
+            tried.selection,
             f"{trial.accept_length:.2f}",
-            f"{promise(trial):.1f} tok/s",
+            f"{promise(trial):.1f} promised"
+            if trial.tokens_per_s is None
+            else f"{trial.tokens_per_s:.1f} measured",
         )
     return table
 

@@ -2,7 +2,9 @@
 
 One setting after another, each with the best of those before it: refresh layer (coarse, then the
 neighbours of the best), head reduction, page size, budget. The first ones are judged by accept
-length, the budget by the throughput that accept length and step costs promise.
+length, the budget by the throughput that accept length and step costs promise. Last, ways to choose
+the pages: what their lists cost is no part of a promise, so those are timed with the default
+schedule.
 """
 
 from __future__ import annotations
@@ -30,16 +32,19 @@ class Candidate:
         reduction: how query heads vote.
         page_size: tokens per page.
         tokens: budget of a draft row in tokens, whatever the context.
+        selection: which pages a draft row reads.
     """
 
     refresh_layer: int
     reduction: str = "max"
     page_size: int = 16
     tokens: int = 512
+    selection: str = "refresh"
 
     def settings(self) -> dict[str, Any]:
         """The configuration's section ``context``."""
         return {
+            "selection": self.selection,
             "refresh_layer": self.refresh_layer,
             "reduction": self.reduction,
             "page_size": self.page_size,
@@ -60,6 +65,8 @@ class Trial:
         accept_length: mean tokens per verify of ``gamma`` drafts.
         rate: accepted drafts per draft judged.
         verifies: verifies it is the mean of.
+        tokens_per_s: what all texts together were continued with, if that was timed; then the
+            other figures are those of the default schedule.
     """
 
     stage: str
@@ -67,6 +74,7 @@ class Trial:
     accept_length: float
     rate: float
     verifies: int
+    tokens_per_s: float | None = None
 
 
 class Journal:
@@ -79,7 +87,7 @@ class Journal:
             ValueError: the file belongs to another calibration.
         """
         self._path = path
-        self._done: dict[Candidate, Trial] = {}
+        self._done: dict[tuple[Candidate, bool], Trial] = {}
         if path.exists():
             lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
             if lines and lines[0] != key:
@@ -89,18 +97,21 @@ class Journal:
                 )
             for line in lines[1:]:
                 candidate = Candidate(**line.pop("candidate"))
-                self._done[candidate] = Trial(candidate=candidate, **line)
+                self._note(Trial(candidate=candidate, **line))
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(key) + "\n")
 
-    def get(self, candidate: Candidate) -> Trial | None:
-        """The finished trial of a candidate, if there is one."""
-        return self._done.get(candidate)
+    def get(self, candidate: Candidate, timed: bool = False) -> Trial | None:
+        """The finished trial of a candidate, if there is one; ``timed``: one that was timed."""
+        return self._done.get((candidate, timed))
+
+    def _note(self, trial: Trial) -> None:
+        self._done[trial.candidate, trial.tokens_per_s is not None] = trial
 
     def add(self, trial: Trial) -> None:
         """Note a finished trial at once."""
-        self._done[trial.candidate] = trial
+        self._note(trial)
         with self._path.open("a") as file:
             file.write(json.dumps(asdict(trial)) + "\n")
 
@@ -125,6 +136,17 @@ def stages(
     yield "reduction", lambda best: [_with(best, reduction=name) for name in ("max", "mean")]
     yield "page size", lambda best: [_with(best, page_size=size) for size in _PAGE_SIZES]
     yield "budget", lambda best: [_with(best, tokens=n) for n in _BUDGETS if n < context]
+
+
+def selections(best: Candidate, shared_only: bool) -> list[Candidate]:
+    """Ways to choose the pages, with the rest of the best candidate, which comes first.
+
+    Args:
+        shared_only: layers must share one list, as with tensor parallelism.
+    """
+    names = ("refresh", "window", "last_verify")
+    own = () if shared_only else ("last_verify_per_layer", "hybrid")
+    return [_with(best, selection=name) for name in (*names, *own)]
 
 
 def promised_throughput(

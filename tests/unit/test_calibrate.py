@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from aspire_sglang.cli.calibrate import Calibration, Plan, written_config
+from aspire_sglang.cli.calibrate import Calibration, Plan, fastest_of, written_config
 from aspire_sglang.cli.figures import plot_trials
 from aspire_sglang.cli.prompts import _cut_files
 from aspire_sglang.cli.trials import (
@@ -16,6 +17,7 @@ from aspire_sglang.cli.trials import (
     Journal,
     Trial,
     promised_throughput,
+    selections,
     stages,
 )
 from aspire_sglang.config import AspireConfig
@@ -79,13 +81,52 @@ def test_the_promise_is_the_paper_rule_at_its_best_length() -> None:
 
 def test_the_written_file_is_a_configuration_with_its_origin(tmp_path: Path) -> None:
     best = trial("budget", Candidate(12, "mean", 8, 256), 9.25)
-    text = written_config(PLAN, Calibration(best, [best], COST), {"machine": "two cores"})
+    timed = [
+        replace(trial("timed", candidate, 4.0), tokens_per_s=70.0 + 5 * place)
+        for place, candidate in enumerate(selections(best.candidate, shared_only=True))
+    ]
+    found = Calibration(best, [best, *timed], COST, fastest_of(timed))
+    text = written_config(PLAN, found, {"machine": "two cores"})
     settings = AspireConfig.model_validate(yaml.safe_load(text))
+    assert settings.context.selection == "last_verify"
     assert settings.context.refresh_layer == 12
     assert settings.context.reduction == "mean"
     assert settings.context.page_size * settings.context.min_pages == 256
-    for fact in ("some/model", "two cores", "accept length 9.25"):
+    for fact in ("some/model", "two cores", "accept length 9.25", "refresh 70.0, window 75.0"):
         assert fact in text
+
+
+def test_a_way_to_choose_pages_has_to_be_faster_beyond_noise() -> None:
+    def timed(name: str, rate: float) -> Trial:
+        return Trial("timed", Candidate(3, selection=name), 4.0, 0.9, 10, rate)
+
+    refresh = timed("refresh", 100.0)
+    assert fastest_of([refresh, timed("window", 102.9), timed("hybrid", 60.0)]) == refresh
+    window = timed("window", 103.1)
+    assert fastest_of([refresh, window, timed("hybrid", 103.05)]) == window
+
+
+def test_every_way_to_choose_pages_is_a_valid_context() -> None:
+    for shared_only, count in ((True, 3), (False, 5)):
+        candidates = selections(Candidate(14), shared_only)
+        assert candidates[0] == Candidate(14)
+        assert len({candidate.selection for candidate in candidates}) == count
+        for candidate in candidates:
+            AspireConfig.model_validate({"context": candidate.settings()})
+    assert not PLAN.shared_only
+    assert replace(PLAN, server_args=("--tp-size=2",)).shared_only
+
+
+def test_a_timed_trial_does_not_hide_the_other_one(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "trials.jsonl", PLAN.key())
+    plain = trial("budget", Candidate(14), 8.5)
+    timed = replace(plain, tokens_per_s=70.0)
+    journal.add(plain)
+    assert journal.get(Candidate(14), timed=True) is None
+    journal.add(timed)
+    again = Journal(tmp_path / "trials.jsonl", PLAN.key())
+    assert again.get(Candidate(14)) == plain
+    assert again.get(Candidate(14), timed=True) == timed
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
