@@ -48,7 +48,7 @@ _RANK_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
 
 #: Timed rounds differ by a few percent.
 _TIMED_MARGIN = 0.03
-_TIMED_ROUNDS = 3
+_TIMED_ROUNDS = 2
 
 
 @dataclass(frozen=True)
