@@ -123,7 +123,8 @@ HOOKS = (
         "managers.schedule_batch.Req.update_finish_state",
         HookType.AROUND,
         results.finish_at_first_condition,
-        "the length cap is asked for first, so a stop earlier in the same run would be missed",
+        "the length cap is asked for first, then strings in the order of the request: an earlier "
+        "stop of the same run would be missed",
     ),
     Hook(
         "managers.tokenizer_manager.TokenizerManager._validate_one_request",

@@ -131,14 +131,13 @@ def _counted(parts: list[Verified], reqs: list[Any], result: Any) -> list[list[b
 def _ends(req: Any, before: list[int], run: list[int]) -> bool:
     """Whether a request ends within ``run``, by SGLang's own rules for strings and tokens.
 
-    SGLang is asked about one verify at a time, as strings are looked for in the order of the
-    request, not of the text. Nothing of the request is changed.
+    Nothing of the request is changed.
 
     Args:
         before: tokens of the same result that go before.
     """
     known, count = (req.finished_reason, req.finished_len), len(req.output_ids)
-    req.output_ids += before + run
+    req.output_ids.extend(before + run)
     try:
         return bool(req._check_str_based_finish(len(run)) or req._check_token_based_finish(run))
     finally:
@@ -184,24 +183,29 @@ def finish_at_first_condition(
 ) -> None:
     """AROUND ``Req.update_finish_state``: within one accepted run, what comes first wins.
 
-    SGLang asks for the length cap before it looks for stop tokens and strings, which is right for
-    one token at a time; a run that reaches the cap may hold a stop before it.
+    SGLang asks for the length cap, then for stop strings in the order of the request, then for stop
+    tokens: right for one token at a time, but a later stop of a run could win. So where a run ends
+    the text, its tokens are looked at one by one, as plain decoding would.
     """
-    sampling = req.sampling_params
-    cap = sampling.max_new_tokens
-    reaches_cap = new_accepted_len > 1 and len(req.output_ids) >= cap
-    if not reaches_cap or req.finished() or req.to_finish or not is_aspire(get_server_args()):
-        return original(req, new_accepted_len)
-    sampling.max_new_tokens = len(req.output_ids) + 1
-    try:
-        original(req, new_accepted_len)
-    finally:
-        sampling.max_new_tokens = cap
-    end = req.finished_len
-    if end is None and req.grammar is not None and req.grammar.is_terminated():
-        # The run was cut where its grammar ended, which is not before the cap.
-        end = len(req.output_ids)
-    if req.finished() and (end is None or end < cap):
-        return None
+    whole = new_accepted_len == 1 or req.finished() or req.to_finish
+    original(req, new_accepted_len)
+    if whole or not is_aspire(get_server_args()):
+        return
+    # An expression may hold for part of a run, and no longer for all of it.
+    if not (req.finished() or req.sampling_params.stop_regex_strs):
+        return
     req.finished_reason = req.finished_len = None
-    return original(req, new_accepted_len)
+    ids, grammar = req.output_ids, req.grammar
+    run = ids[len(ids) - new_accepted_len :]
+    del ids[len(ids) - new_accepted_len :]
+    for place, token in enumerate(run, start=1):
+        ids.append(token)
+        # The run was cut where its grammar ended.
+        req.grammar = grammar if place == new_accepted_len else None
+        original(req, 1)
+        if req.finished():
+            break
+    req.grammar = grammar
+    if req.finished() and req.finished_len is None:
+        req.finished_len = len(ids)
+    ids.extend(run[place:])

@@ -55,6 +55,20 @@ def test_stop_string(plain, aspire, index, trim):
     assert found["meta_info"]["finish_reason"]["type"] == "stop"
 
 
+@pytest.mark.parametrize("places", [(14, 11), (26, 23, 25), (9, 8, 7)])
+def test_several_stops_in_one_run(plain, aspire, places):
+    """What comes first in the text wins, whatever the order of the request."""
+    aspire.configure(*ACCEPTING)
+    ids = plain.generate(COUNT, max_new_tokens=40, ignore_eos=True)["output_ids"]
+    stops = [plain.tokenizer.decode(ids[at : at + 2]) for at in places]
+    options = {"stop": stops, "max_new_tokens": 400, "ignore_eos": True}
+    expected, found = plain.generate(COUNT, **options), aspire.generate(COUNT, **options)
+    speculated(found)
+    assert found["text"] == expected["text"]
+    assert found["meta_info"]["finish_reason"] == expected["meta_info"]["finish_reason"]
+    assert found["meta_info"]["completion_tokens"] == expected["meta_info"]["completion_tokens"]
+
+
 def test_stop_regex(plain, aspire):
     aspire.configure(*ACCEPTING)
     options = {"stop_regex": r"1[4-9]", "max_new_tokens": 400, "ignore_eos": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,8 @@ pytest.importorskip("sglang.srt.speculative.base_spec_worker")
 
 from sglang.srt.managers.schedule_batch import Req
 
-from aspire_sglang.runtime.results import Verified, _counted
+from aspire_sglang.runtime import results
+from aspire_sglang.runtime.results import Verified, _counted, finish_at_first_condition
 
 STRIDE = 8
 
@@ -28,9 +30,10 @@ class Tokenizer:
 
 def request(text: str, stop=(), regex=(), ignore_eos=False) -> Req:
     req = Req.__new__(Req)
-    req.output_ids = [ord(c) for c in text]
+    req.output_ids = array("q", map(ord, text))
     req.decoded_text, req.tokenizer = "", Tokenizer()
-    req.eos_token_ids = None
+    req.eos_token_ids = req.grammar = req.to_finish = None
+    req.vocab_size = 1000
     req.finished_reason = req.finished_len = None
     req.sampling_params = SimpleNamespace(
         stop_strs=list(stop),
@@ -39,6 +42,7 @@ def request(text: str, stop=(), regex=(), ignore_eos=False) -> Req:
         stop_regex_max_len=4 if regex else 0,
         stop_token_ids=None,
         ignore_eos=ignore_eos,
+        max_new_tokens=30,
     )
     return req
 
@@ -52,7 +56,7 @@ def counted(req: Req, *runs: str) -> list[bool]:
         accept_lens=torch.tensor([len(run) for run in runs]),
         speculative_num_draft_tokens=STRIDE,
     )
-    before = list(req.output_ids)
+    before = req.output_ids[:]
     found = _counted([Verified([0]) for _ in runs], [req], result)
     assert req.output_ids == before
     assert (req.finished_reason, req.finished_len) == (None, None)
@@ -75,3 +79,40 @@ def counted(req: Req, *runs: str) -> list[bool]:
 )
 def test_nothing_behind_an_end_counts(req, runs, wanted):
     assert counted(req, *runs) == wanted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop": ["B", "A"]},
+        {"stop": ["AB", "A"]},
+        {"stop": ["B"], "regex": ["A"]},
+        {"stop": ["C", "B", "Z"]},
+        {"regex": ["C", "A."]},
+        # Holds at the end of a text alone.
+        {"regex": ["A$"]},
+        {"stop": ["C"]},
+        {"stop": ["c!"], "ignore_eos": True},
+        {},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("run", ["abABCc!d", "xyz", "bc!ABC", "C", "AB", "a" * 29 + "A", "a" * 40])
+def test_a_run_ends_where_single_tokens_would_end(monkeypatch, options, run):
+    monkeypatch.setattr(results, "is_aspire", lambda args: True)
+    monkeypatch.setattr(results, "get_server_args", lambda: None)
+    original = Req.update_finish_state
+    monkeypatch.setattr(Req, "finished", lambda req: req.finished_reason is not None)
+    one, whole = request("x", **options), request("x", **options)
+    for token in map(ord, run):
+        one.output_ids.append(token)
+        original(one, 1)
+        if one.finished():
+            break
+    whole.output_ids.extend(map(ord, run))
+    finish_at_first_condition(original, whole, len(run))
+    assert whole.output_ids == array("q", map(ord, "x" + run))
+    assert whole.finished() == one.finished()
+    assert whole.output_ids_through_stop == one.output_ids_through_stop
+    if one.finished():
+        assert whole.finished_reason.to_json() == one.finished_reason.to_json()
