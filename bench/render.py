@@ -92,7 +92,7 @@ def part_of(path: Path, out: Path) -> Part | None:
             line=frame["tokens/s"].iloc[0] if frame.iloc[0, 0] == "plain" else None,
         )
     elif kind == "gpu_ablation":
-        for number, (_, group) in enumerate(frame.groupby(["requests", "sampling"], sort=False)):
+        for number, (key, group) in enumerate(frame.groupby(["requests", "sampling"], sort=False)):
             stock = group.loc[group["context and schedule"] == "stock", "tokens/s"]
             render_plots.bars(
                 group,
@@ -101,6 +101,7 @@ def part_of(path: Path, out: Path) -> Part | None:
                 picture(f"-{number}"),
                 spread=("lowest", "highest"),
                 line=None if stock.empty else stock.iloc[0],
+                title=", ".join(map(str, key)),
             )
         counts = {
             f"{how}, {sampling}": table[DEFAULT_LINE]["finals"][0]["verifies_by_drafts"]

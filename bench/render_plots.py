@@ -32,6 +32,7 @@ def bars(
     *,
     spread: tuple[str, str] | str | None = None,
     line: float | None = None,
+    title: str = "",
 ) -> None:
     """Horizontal bars, the first row on top.
 
@@ -53,6 +54,7 @@ def bars(
     if line is not None:
         axis.axvline(line, color="0.3", linestyle="--", linewidth=1)
     axis.set_xlabel(value)
+    axis.set_title(title)
     _save(figure, path)
 
 
@@ -100,6 +102,7 @@ def lengths(counts: dict[str, dict[str, int]], path: Path) -> None:
             width,
             label=name,
         )
+    axis.set_xticks(range(1 + max(int(n) for verifies in counts.values() for n in verifies)))
     axis.set_xlabel("drafts before a verify")
     axis.set_ylabel("share of the verifies")
     axis.legend()
