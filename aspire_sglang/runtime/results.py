@@ -105,12 +105,12 @@ def _each_once(parts: list[Verified]) -> list[int]:
 
 def _counted(parts: list[Verified], reqs: list[Any], result: Any) -> list[list[bool]]:
     """Per step and verify row, whether its request went on after the steps before."""
-    if len(parts) == 1:
-        return [[True] * len(parts[0].rows)]
-    stride, lens = result.speculative_num_draft_tokens, result.accept_lens.tolist()
-    tokens = result.next_token_ids.tolist()
     # Steps that a request has behind the one looked at.
     further = Counter(row for part in parts for row in part.rows)
+    if max(further.values(), default=0) <= 1:
+        return [[True] * len(part.rows) for part in parts]
+    stride, lens = result.speculative_num_draft_tokens, result.accept_lens.tolist()
+    tokens = result.next_token_ids.tolist()
     runs: dict[int, list[int]] = {}
     ended: set[int] = set()
     counted, place = [], 0

@@ -34,20 +34,26 @@ class Recorder:
         self.plain_tokens += rows * seconds / plain_seconds
 
 
+def clock_of(check: Recorder, most_queries: int) -> BurstClock:
+    """The clock of a worker whose plain steps take ``PLAIN`` seconds."""
+    return BurstClock(
+        SimpleNamespace(
+            modes=SimpleNamespace(clock_check=check),
+            cost=SimpleNamespace(model=CostModel(PLAIN, 0.0, 0.0), plain_speed=PlainSpeed()),
+            ranks=SimpleNamespace(first_number=float),
+            may_decode_plainly=lambda rows: True,
+            speculative_num_draft_tokens=most_queries,
+        )
+    )
+
+
 def served(monkeypatch: Any, prefill_every: int, gain: float, rounds: int = 200) -> Recorder:
     """A server whose device is always busy: bursts that commit ``gain`` times what plain steps
     would, and now and then a prefill between them."""
     now = [0.0]
     monkeypatch.setattr(gpu_burst, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     check = Recorder()
-    worker = SimpleNamespace(
-        modes=SimpleNamespace(clock_check=check),
-        cost=SimpleNamespace(model=CostModel(PLAIN, 0.0, 0.0), plain_speed=PlainSpeed()),
-        ranks=SimpleNamespace(first_number=float),
-        may_decode_plainly=lambda rows: True,
-        speculative_num_draft_tokens=17,
-    )
-    clock = BurstClock(worker)
+    clock = clock_of(check, most_queries=17)
     running = Running(list(range(ROWS)), [100] * ROWS, [], [])
     tokens = round(gain * ROWS * STEP * STEPS / PLAIN)
     free, waiting = 0.0, []
@@ -89,14 +95,7 @@ def test_a_stall_is_not_the_time_of_a_burst(monkeypatch):
     now = itertools.count(0.0, 5.0)
     monkeypatch.setattr(gpu_burst, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     check = Recorder()
-    worker = SimpleNamespace(
-        modes=SimpleNamespace(clock_check=check),
-        cost=SimpleNamespace(model=CostModel(PLAIN, 0.0, 0.0), plain_speed=PlainSpeed()),
-        ranks=SimpleNamespace(first_number=float),
-        may_decode_plainly=lambda rows: True,
-        speculative_num_draft_tokens=1,
-    )
-    clock = BurstClock(worker)
+    clock = clock_of(check, most_queries=1)
     for _ in range(5):
         burst = clock.begin(Running([1], [100], [], []))
         for _ in range(STEPS):
